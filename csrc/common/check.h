@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// Argument checks of all ops, CPU and CUDA: "op: argument must be X; got Y. Fix: Z."
+#pragma once
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#define FV_CHECK(cond, ...)                                   \
+    do {                                                      \
+        if (!(cond)) [[unlikely]] {                           \
+            throw std::runtime_error(fv::concat(__VA_ARGS__)); \
+        }                                                     \
+    } while (0)
+
+namespace fv {
+
+using torch::stable::Tensor;
+using ScalarType = torch::headeronly::ScalarType;
+using OptTensor = std::optional<Tensor>;
+
+template <class... A>
+std::string concat(const A&... a) {
+    std::ostringstream s;
+    (s << ... << a);
+    return s.str();
+}
+
+inline const char* dtype_name(ScalarType t) {
+    switch (t) {
+        case ScalarType::Float: return "float32";
+        case ScalarType::Double: return "float64";
+        case ScalarType::Half: return "float16";
+        case ScalarType::BFloat16: return "bfloat16";
+        case ScalarType::Int: return "int32";
+        case ScalarType::Long: return "int64";
+        case ScalarType::Short: return "int16";
+        case ScalarType::Byte: return "uint8";
+        case ScalarType::Char: return "int8";
+        case ScalarType::Bool: return "bool";
+        case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
+        default: return "another dtype";
+    }
+}
+
+// "int32 [8, 64] on cpu"
+inline std::string describe(const Tensor& t) {
+    std::ostringstream s;
+    s << dtype_name(t.scalar_type()) << " [";
+    for (int64_t i = 0; i < t.dim(); ++i) s << (i ? ", " : "") << t.size(i);
+    s << "] on " << (t.is_cpu() ? "cpu" : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index()) : "another device");
+    return s.str();
+}
+
+constexpr int64_t kAny = -1;  // wildcard in a wanted shape
+
+// Checks one tensor: dtype in `dtypes`, shape (kAny = free), same device as `like`, last dimension dense;
+// `rows_free` lets the leading stride be anything (>= 0), else the tensor must be contiguous.
+inline void check_tensor(
+    const char* op, const char* name, const Tensor& t, std::initializer_list<ScalarType> dtypes,
+    std::initializer_list<int64_t> shape, const Tensor& like, bool rows_free = false) {
+    bool ok = t.dim() == static_cast<int64_t>(shape.size());
+    if (ok) {
+        int64_t i = 0;
+        for (int64_t want : shape) ok = ok && (want == kAny || t.size(i) == want), ++i;
+    }
+    bool dtype_ok = false;
+    for (ScalarType d : dtypes) dtype_ok = dtype_ok || t.scalar_type() == d;
+    const bool device_ok = t.is_cuda() == like.is_cuda() && t.get_device_index() == like.get_device_index();
+    if (!(ok && dtype_ok && device_ok)) [[unlikely]] {
+        std::ostringstream s;
+        s << op << ": " << name << " must be ";
+        int64_t i = 0;
+        for (ScalarType d : dtypes) s << (i++ ? "|" : "") << dtype_name(d);
+        s << " [";
+        i = 0;
+        for (int64_t want : shape) {
+            s << (i++ ? ", " : "");
+            if (want == kAny) s << "any"; else s << want;
+        }
+        s << "] on " << (like.is_cpu() ? "cpu" : "cuda:" + std::to_string(like.get_device_index()))
+          << "; got " << describe(t) << ". Fix: ";
+        s << (!ok ? "pass that shape" : !dtype_ok ? "cast with .to(dtype)" : "move it with .to(device)") << ".";
+        throw std::runtime_error(s.str());
+    }
+    if (t.numel() == 0) return;
+    const bool last_dense = t.dim() == 0 || t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1;
+    const bool dense = rows_free ? last_dense : t.is_contiguous();
+    FV_CHECK(dense, op, ": ", name, " must be ", rows_free ? "dense in its last dimension" : "contiguous",
+             "; got ", describe(t), " with other strides. Fix: call .contiguous() once, outside the loop.");
+}
+
+inline void check_optional(
+    const char* op, const char* name, const OptTensor& t, std::initializer_list<ScalarType> dtypes,
+    std::initializer_list<int64_t> shape, const Tensor& like, bool rows_free = false) {
+    if (t) check_tensor(op, name, *t, dtypes, shape, like, rows_free);
+}
+
+template <class T>
+const T* cptr(const Tensor& t) { return static_cast<const T*>(t.const_data_ptr()); }
+template <class T>
+T* mptr(const Tensor& t) { return static_cast<T*>(t.mutable_data_ptr()); }
+template <class T>
+const T* cptr(const OptTensor& t) { return t ? cptr<T>(*t) : nullptr; }
+template <class T>
+T* mptr(const OptTensor& t) { return t ? mptr<T>(*t) : nullptr; }
+
+// Token ids may be int32 or int64; structure is int32 only.
+struct IdArray {
+    const void* data;
+    bool wide;
+    explicit IdArray(const Tensor& t) : data(t.const_data_ptr()), wide(t.scalar_type() == ScalarType::Long) {}
+    int64_t operator[](int64_t i) const {
+        return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+    }
+};
+struct IdArrayOut {
+    void* data;
+    bool wide;
+    explicit IdArrayOut(const Tensor& t) : data(t.mutable_data_ptr()), wide(t.scalar_type() == ScalarType::Long) {}
+    void set(int64_t i, int64_t v) const {
+        if (wide) static_cast<int64_t*>(data)[i] = v;
+        else static_cast<int32_t*>(data)[i] = static_cast<int32_t>(v);
+    }
+};
+
+}  // namespace fv

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+// The Python module object of _C: importing it runs the op registrations, it has no functions.
+#include <Python.h>
+
+extern "C" PyObject* PyInit__C(void) {
+    static PyModuleDef def = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+    return PyModule_Create(&def);
+}

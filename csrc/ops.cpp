@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every op of fastverify in the order of a verify step. Read this file first: it is the whole API.
+//
+// Conventions of all ops
+//   * inputs, then outputs, then workspace, then scalars; mutable arguments carry (a!); ops return ().
+//   * R node rows are flat and fixed; cu_nodes int32 [B+1] is device data. Rows >= cu_nodes[B] are
+//     padding: never read, outputs zero (fills: parents -1, slots -1), nothing else written.
+//   * active int32 [B] (0/1): an inactive request has zero nodes in every op.
+//   * structure is int32; token ids int32 or int64; mask words are int64 bit patterns [R, W],
+//     bit j of row i set iff node i may see node j of its own request (self included).
+//   * no op reads a device value on the host. Nothing allocates.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
+    // ---- common -------------------------------------------------------------------------------
+    // out[i] = x[i] + 1: the op to copy when adding one; doctor and plans call it to load the module.
+    m.def("probe(Tensor x, Tensor(a!) out) -> ()");
+
+    // ---- tree ---------------------------------------------------------------------------------
+    // logits [R,Vd] any float dtype, row stride free; d2t int64 [Vd] offsets (target id = i + d2t[i])
+    // -> values f32 [R,k] log-probabilities, descending, ties by lower draft id; tokens i32 [R,k].
+    m.def(
+        "draft_topk(Tensor logits, Tensor? d2t, Tensor? cu_nodes, Tensor(a!) values, "
+        "Tensor(b!) tokens) -> ()");
+    // One draft level. Rows of a level: level 0 has one row per active request (its last true pair),
+    // level >= 1 has k rows per active request (the beam). values/tokens [rows,k], hidden [rows,H].
+    // State, flat by cu_nodes (k rows per active request): scores f32 [B*k] cumulative log-probs,
+    // pool_index i32 [B*k], mask i64 [B*k,W]. Pool [B,M], M >= k + (levels-1)*k*k: scores f32, tokens
+    // i32, parents i32 (pool index, -1 = child of the root). Level l writes its candidates at
+    // 0 (l = 0) or k + (l-1)*k*k. Next beam = k best candidates (ties: lower pool index), its own
+    // forest column is level*k + i; next_tokens i32, next_positions i32 (= prefix_len + level),
+    // next_hidden [B*k,H] = the parent's hidden row. Level 0 writes cu_nodes and clears pool_scores to -inf.
+    m.def(
+        "grow_tree(Tensor values, Tensor tokens, Tensor hidden, Tensor prefix_len, Tensor active, "
+        "Tensor(a!) cu_nodes, Tensor(b!) scores, Tensor(c!) pool_index, Tensor(d!) mask, "
+        "Tensor(e!) pool_scores, Tensor(f!) pool_tokens, Tensor(g!) pool_parents, "
+        "Tensor(h!) next_tokens, Tensor(i!) next_positions, Tensor(j!) next_hidden, SymInt level) -> ()");
+    // Pool -> ancestor-closed tree of the root and the num_nodes-1 best pool entries, kept in pool
+    // order (parents first, siblings ascending). Effective score = min(score, 0, parent's), NaN = -inf,
+    // ties to the lower pool index; entries at -inf are never taken, so a request may get fewer nodes.
+    m.def(
+        "build_tree(Tensor pool_scores, Tensor pool_tokens, Tensor pool_parents, Tensor root_tokens, "
+        "Tensor prefix_len, Tensor active, Tensor(a!) tokens, Tensor(b!) parents, Tensor(c!) mask, "
+        "Tensor(d!) depth, Tensor(e!) positions, Tensor(f!) cu_nodes, Tensor(g!) flags, "
+        "SymInt num_nodes, SymInt vocab_size) -> ()");
+    // Once per step, for all layers. parents None = chain (node i's parent is i-1). Outputs that are
+    // given are written: mask i64 [R,W], depth, positions (= prefix_len + depth) i32 [R], slots i64 [R]
+    // (KV slot of column row_base+i through page_table; -1 for padding), first_child/next_sibling i32 [R]
+    // (request-local, -1 none), schedule i32 [2+B+1] (chunk tokens, total units, unit prefix sums), flags i32 [B].
+    m.def(
+        "prepare_tree(Tensor? parents, Tensor cu_nodes, Tensor prefix_len, Tensor page_table, "
+        "Tensor(a!)? mask, Tensor(b!)? depth, Tensor(c!)? positions, Tensor(d!)? slots, "
+        "Tensor(e!)? first_child, Tensor(f!)? next_sibling, Tensor(g!)? schedule, Tensor(h!)? flags, "
+        "SymInt page_size, SymInt row_base) -> ()");
+
+    // ---- attention ----------------------------------------------------------------------------
+    // q [R,Hq,D] in place, k, v [R,Hkv,D] -> optional per-head RMSNorm, RoPE at positions (cos_sin f32
+    // [max_pos, rot] = cos half | sin half), k/v appended to k_cache/v_cache [pages,page,Hkv,D] at slots.
+    // rotary_style 0 = neox (half split), 1 = gptj (interleaved). Row with slot -1: nothing is touched.
+    m.def(
+        "rope_append(Tensor(a!) q, Tensor k, Tensor v, Tensor positions, Tensor slots, Tensor cos_sin, "
+        "Tensor? q_norm, Tensor? k_norm, Tensor? k_scale, Tensor? v_scale, Tensor(b!) k_cache, "
+        "Tensor(c!) v_cache, float eps, int rotary_style) -> ()");
+    // Rows [row_base, row_base+n_b) of each request's forest against the paged prefix [0,prefix_len) and
+    // forest columns j (cache position prefix_len+j) whose mask bit is set; mask None = chain (j <= row).
+    // window > 0: a key is visible iff (query position - key position) < window, positions by depth.
+    // softcap > 0: s = softcap*tanh(s/softcap) before the mask. sinks f32 [Hq]: one extra logit per head in
+    // the denominator. lse f32 [R,Hq] natural log, sinks excluded. A row that sees nothing: out 0, lse -inf.
+    m.def(
+        "tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? mask, Tensor cu_nodes, "
+        "Tensor prefix_len, Tensor page_table, Tensor? schedule, Tensor? sinks, Tensor? k_scale, "
+        "Tensor? v_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, SymInt row_base, "
+        "float scale, int window, float softcap) -> ()");
+
+    // ---- accept -------------------------------------------------------------------------------
+    // logits [R,V] -> accepted path and emitted tokens, every processor fused. See accept/verify_tree.py.
+    m.def(
+        "verify_tree(Tensor logits, Tensor tokens, Tensor parents, Tensor cu_nodes, Tensor prefix_len, "
+        "Tensor active, Tensor(a!) remaining, Tensor? stop_ids, Tensor temperature, Tensor top_k, "
+        "Tensor top_p, Tensor min_p, Tensor seed, Tensor? bias, Tensor? bitmask, Tensor? penalties, "
+        "Tensor(b!)? counts, Tensor(c!) out_tokens, Tensor(d!) num_tokens_out, Tensor(e!) path, "
+        "Tensor(f!) next_root, Tensor(g!) flags, Tensor(h!)? logprobs, Tensor(i!)? workspace, "
+        "SymInt vocab_size, int rule) -> ()");
+    // The same from hidden [R,H] and the LM head's weight [V,H]; without filters no logit leaves a tile.
+    m.def(
+        "lm_head_verify_tree(Tensor hidden, Tensor weight, Tensor tokens, Tensor parents, "
+        "Tensor cu_nodes, Tensor prefix_len, Tensor active, Tensor(a!) remaining, Tensor? stop_ids, "
+        "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor? bias, "
+        "Tensor? bitmask, Tensor? penalties, Tensor(b!)? counts, Tensor(c!) out_tokens, "
+        "Tensor(d!) num_tokens_out, Tensor(e!) path, Tensor(f!) next_root, Tensor(g!) flags, "
+        "Tensor(h!)? logprobs, Tensor(i!)? workspace, SymInt vocab_size, int rule) -> ()");
+    // Vocabulary shards. partials writes this rank's i64 [R,K] words of one round from its logits shard
+    // [R,Vs] (ids vocab_offset..) and the replicated state i64 [R,S]; combine folds the W ranks' words into
+    // state, and in the last round walks. Rounds: 1 without filters, kFilterRounds with.
+    m.def(
+        "verify_tree_partials(Tensor logits, Tensor tokens, Tensor parents, Tensor cu_nodes, "
+        "Tensor prefix_len, Tensor active, Tensor temperature, Tensor top_k, Tensor top_p, "
+        "Tensor min_p, Tensor seed, Tensor? bias, Tensor? bitmask, Tensor? penalties, Tensor? counts, "
+        "Tensor state, Tensor(a!) partials, SymInt vocab_offset, SymInt vocab_size, int round, "
+        "int num_rounds, int rule) -> ()");
+    m.def(
+        "verify_tree_combine(Tensor partials, Tensor tokens, Tensor parents, Tensor cu_nodes, "
+        "Tensor prefix_len, Tensor active, Tensor(a!) remaining, Tensor? stop_ids, Tensor temperature, "
+        "Tensor top_k, Tensor top_p, Tensor min_p, Tensor(b!)? counts, Tensor(c!) state, "
+        "Tensor(d!) out_tokens, Tensor(e!) num_tokens_out, Tensor(f!) path, Tensor(g!) next_root, "
+        "Tensor(h!) flags, Tensor(i!)? logprobs, SymInt vocab_offset, SymInt vocab_size, int round, "
+        "int num_rounds, int rule) -> ()");
+
+    // ---- kv -----------------------------------------------------------------------------------
+    // Moves rows path[b,0..num_tokens_out[b]) (node ids) of every layer to cache positions
+    // prefix_len[b]+0.. in place; caches [L,pages,page,...] (v_cache None for latent caches). Also gathers
+    // aux rows [R,A] of those nodes to aux_out [B*D,A], flat by cu_out i32 [B+1] (prefix sums of num_tokens_out).
+    m.def(
+        "compact_kv(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor path, Tensor num_tokens_out, "
+        "Tensor prefix_len, Tensor page_table, Tensor? cu_nodes, Tensor? aux, Tensor(c!)? aux_out, "
+        "Tensor(d!)? cu_out) -> ()");
+}

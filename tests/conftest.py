@@ -1,0 +1,73 @@
+"""Fixtures shared by all tests: back ends, seeds, and a runner that calls any op by keyword on any back end."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest
+import torch
+
+import fastverify.reference as reference
+from fastverify import _ops
+
+BACKENDS = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for mark, need in (("gpu", 1), ("gpu2", 2)):
+            if item.get_closest_marker(mark) and torch.cuda.device_count() < need:
+                item.add_marker(pytest.mark.skip(reason=f"needs {need} CUDA GPU(s), found {torch.cuda.device_count()}"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "CUDA GPU" in str(r.longrepr)]
+    passed = len(terminalreporter.stats.get("passed", []))
+    terminalreporter.write_line(f"verified here on {' and '.join(BACKENDS)}: {passed}; GPU-only, not run: {len(skipped)}")
+
+
+def schema(op: str):
+    """Argument list of torch.ops.fastverify.<op>."""
+    return _ops.get(op)._schema.arguments
+
+
+def mutable_names(op: str) -> list:
+    return [a.name for a in schema(op) if a.alias_info is not None and a.alias_info.is_write]
+
+
+def run_op(backend: str, op: str, **kwargs) -> dict:
+    """Calls `op` on "reference", "cpu" or "cuda" with clones of the mutable arguments.
+
+    Returns {name: tensor on the CPU} of every mutable argument that was given. Missing keywords are passed as None.
+    """
+    unknown = set(kwargs) - {a.name for a in schema(op)}
+    assert not unknown, f"{op} has no argument {unknown}"
+    device = "cuda" if backend == "cuda" else "cpu"
+    mutable, outputs, args = set(mutable_names(op)), {}, []
+    for a in schema(op):
+        value = kwargs.get(a.name)
+        if isinstance(value, torch.Tensor):
+            value = value.to(device)
+            if a.name in mutable:
+                value = value.clone(memory_format=torch.preserve_format)
+                outputs[a.name] = value
+        args.append(value)
+    (getattr(reference, op) if backend == "reference" else _ops.get(op))(*args)
+    return {k: v.cpu() for k, v in outputs.items()}
+
+
+def positional(op: str, **kwargs) -> tuple:
+    """Keyword arguments -> the positional tuple opcheck wants."""
+    return tuple(kwargs.get(a.name) for a in schema(op))
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+@pytest.fixture
+def rng():
+    """A fresh generator per test: inputs are random, failures reproducible through FASTVERIFY_TEST_SEED."""
+    seed = int(os.environ.get("FASTVERIFY_TEST_SEED", "0"))
+    return torch.Generator().manual_seed(seed)
