@@ -13,6 +13,13 @@ class LoadError(ValueError):
     """A model or tokenizer that cannot be loaded, in one sentence: `load_target: X must be Y; got Z. Fix: W.`"""
 
 
+def check_size(name: str, value, limit: int = 1 << 24) -> int:
+    """`value` if it is an int in 1..limit, else LoadError."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+        raise LoadError(f"load_target: {name} must be an integer in 1..{limit}; got {value!r}. Fix: repair the config.")
+    return value
+
+
 @dataclass(frozen=True)
 class Rope:
     """Rotary embedding of one model. kind: "none" | "linear" | "llama3" | "yarn" | "factors".
@@ -98,12 +105,9 @@ class ModelConfig:
     eos_ids: tuple = ()      # any of them ends a generation
 
     def __post_init__(self):
-        sizes = ("num_layers", "hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim",
-                 "max_position")
-        for name in sizes:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise LoadError(f"load_target: {name} must be a positive integer; got {value!r}. Fix: repair the config.")
+        check_size("num_layers", self.num_layers, 1 << 12)
+        for name in ("hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim", "max_position"):
+            check_size(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise LoadError(f"load_target: the head counts must divide; got {self.num_heads} query and "
                             f"{self.num_kv_heads} key/value heads. Fix: repair the config.")

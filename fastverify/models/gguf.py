@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from .config import LoadError, ModelConfig, Rope, merge_ids
+from .config import LoadError, ModelConfig, Rope, check_size, merge_ids
 from .gguf_file import GGUFFile
 from .hf import refuse
 
@@ -38,10 +38,11 @@ def parse_config(file: GGUFFile) -> ModelConfig:
     for name in _SCALES:
         if key(name, 0.0) not in (0.0, 1.0):
             refuse(f"{arch}.{name} = {key(name)}")
-    heads, context = key("attention.head_count"), key("context_length")
+    context, heads = check_size("context_length", key("context_length")), key("attention.head_count")
     kv_heads = key("attention.head_count_kv", heads)
     if isinstance(heads, list) or isinstance(kv_heads, list):
         refuse("head counts that differ between layers")
+    check_size("attention.head_count", heads)
     window = key("attention.sliding_window", 0)
     if 0 < window < context:
         refuse(f"a sliding window of {window} tokens below its context of {context}")

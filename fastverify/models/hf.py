@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .config import ARCHITECTURES, LoadError, ModelConfig, Rope, merge_ids
+from .config import ARCHITECTURES, LoadError, ModelConfig, Rope, check_size, merge_ids
 
 _CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
             "qwen3": "Qwen3ForCausalLM"}
@@ -52,11 +52,14 @@ def parse_config(d: dict, generation: "dict | None" = None) -> ModelConfig:
         refuse(f"hidden_act {d['hidden_act']!r}")
     if d.get("rope_interleaved"):
         refuse("rope_interleaved true")
-    missing = [k for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-                           "max_position_embeddings") if k not in d]
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+             "max_position_embeddings")
+    missing = [k for k in sizes if k not in d]
     if missing:
         raise LoadError(f"load_target: config.json must state {', '.join(missing)}; got a file without. "
                         "Fix: download config.json again.")
+    for name in sizes:
+        check_size(name, d[name])
     _refuse_windows(arch, d)
     heads = d["num_attention_heads"]
     bias = bool(d.get("attention_bias", False)) and arch != "mistral"
