@@ -9,10 +9,6 @@
 
 #include "common/convert.h"
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"  // 64-byte vectors stay inside these functions
-#endif
-
 namespace fv {
 
 constexpr int kLanes = 16;      // floats of one vector
