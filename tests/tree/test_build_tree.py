@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import mask_words
+from cases import mask_words, randint
 from conftest import mutable_names, positional, run_op
 from torch.library import opcheck
 from torch.testing import assert_close
@@ -156,6 +156,16 @@ def test_bad_parents_are_flagged_and_left_out(backend):
     assert tree.flags.tolist() == [0] + [BAD_TREE] * 5
     nodes = [tree.tokens[tree.cu_nodes[b] + 1:tree.cu_nodes[b + 1]].tolist() for b in range(6)]
     assert nodes == [[1, 2, 3, 4], [1, 3, 4], [1, 4], [1, 2], [1, 2], []]
+
+
+def test_garbage_is_bounded_and_defined(backend, rng):
+    odd_int = torch.tensor([-(2**31), -2, -1, -1, 0, 0, 1, 2, 3, 5, 2**31 - 1], dtype=I32)
+    odd_float = torch.tensor([-INF, INF, math.nan, 0.0, -0.0, 1.0, -1.0, -1.0, -1e-40, -3e38, 3e38])
+    for _ in range(60):
+        batch, size, num_nodes = (int(randint(low, high, rng)) for low, high in ((0, 4), (0, 9), (1, 9)))
+        pick = lambda values, *shape: values[torch.randint(0, len(values), shape, generator=rng)]  # noqa: E731
+        run(backend, pick(odd_float, batch, size), pick(odd_int, batch, size), pick(odd_int, batch, size), num_nodes, vocab=3,
+            active=pick(odd_int, batch), roots=pick(odd_int, batch), prefix=pick(odd_int[1:-1], batch))
 
 
 def test_ids_are_clamped_and_flagged(backend):
