@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include "algo/tree.h"
@@ -41,7 +40,7 @@ void first_level(const Level& s) {
         s.pool_index[j] = static_cast<int32_t>(j);
         s.next_positions[j] = s.position;
         write_mask_row(s.mask + j * s.words, nullptr, s.words, j);
-        std::memcpy(s.next_hidden + j * s.row_bytes, s.hidden, s.row_bytes);
+        std::copy_n(s.hidden, s.row_bytes, s.next_hidden + j * s.row_bytes);
     }
 }
 
@@ -65,7 +64,7 @@ void next_level(const Level& s, uint64_t* keys, uint64_t* old_mask) {
         s.pool_index[i] = static_cast<int32_t>(offset + c);
         s.next_positions[i] = s.position;
         write_mask_row(s.mask + i * s.words, old_mask + parent * s.words, s.words, s.level * k + i);
-        std::memcpy(s.next_hidden + i * s.row_bytes, s.hidden + parent * s.hidden_stride, s.row_bytes);
+        std::copy_n(s.hidden + parent * s.hidden_stride, s.row_bytes, s.next_hidden + i * s.row_bytes);
     }
 }
 
