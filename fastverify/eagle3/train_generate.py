@@ -58,7 +58,7 @@ class Generator:
             gate, up = F.linear(self._norm(h, layer.post_attention_layernorm), self.gate_up[i]).chunk(2, -1)
             h = h + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)
         tok = self._pick(self._norm(h, self.net.norm), s, sampled)
-        s["tok"].copy_(torch.where(s["done"], self.eos[0], tok))
+        s["tok"].copy_(tok.masked_fill_(s["done"], 0))
         s["out"].index_copy_(1, s["col"], s["tok"][:, None].to(s["out"].dtype))
         for e in self.eos:
             s["done"] |= s["tok"] == e
