@@ -1,6 +1,5 @@
 """build_tree: the pool of drafted candidates -> the verify tree."""
 
-from functools import cache
 from typing import NamedTuple, Optional
 
 import torch
@@ -29,11 +28,6 @@ class Tree(NamedTuple):
         return cls(*(torch.zeros(shape, dtype=kind, device=device) for kind, *shape in kinds))
 
 
-@cache
-def _op():
-    return _ops.get("build_tree")
-
-
 def build_tree(pool_scores: torch.Tensor, pool_tokens: torch.Tensor, pool_parents: torch.Tensor, root_tokens: torch.Tensor,
                prefix_len: torch.Tensor, active: torch.Tensor, num_nodes: int, vocab_size: int,
                out: Optional[Tree] = None) -> Tree:
@@ -52,5 +46,6 @@ def build_tree(pool_scores: torch.Tensor, pool_tokens: torch.Tensor, pool_parent
     """
     if out is None:
         out = Tree.empty(pool_scores.size(0), num_nodes, root_tokens.dtype, pool_scores.device)
-    _op()(pool_scores, pool_tokens, pool_parents, root_tokens, prefix_len, active, *out, num_nodes, vocab_size)
+    _ops.require_kernel("build_tree", pool_scores.device)
+    _ops.get("build_tree")(pool_scores, pool_tokens, pool_parents, root_tokens, prefix_len, active, *out, num_nodes, vocab_size)
     return out

@@ -1,16 +1,10 @@
 """draft_topk: the k best children of every draft row as log-probabilities."""
 
-from functools import cache
 from typing import Optional
 
 import torch
 
 from .. import _ops
-
-
-@cache
-def _op():
-    return _ops.get("draft_topk")
 
 
 def draft_topk(logits: torch.Tensor, k: Optional[int] = None, d2t: Optional[torch.Tensor] = None,
@@ -33,5 +27,6 @@ def draft_topk(logits: torch.Tensor, k: Optional[int] = None, d2t: Optional[torc
         values = torch.empty(logits.size(0), k if tokens is None else tokens.size(1), dtype=torch.float32, device=logits.device)
     if tokens is None:
         tokens = torch.empty(values.shape, dtype=torch.int32, device=logits.device)
-    _op()(logits, d2t, cu_nodes, values, tokens)
+    _ops.require_kernel("draft_topk", logits.device)
+    _ops.get("draft_topk")(logits, d2t, cu_nodes, values, tokens)
     return values, tokens

@@ -1,6 +1,5 @@
 """grow_tree: one level of a dynamic draft tree (the EAGLE-2 rule) in one launch."""
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -33,11 +32,6 @@ class DraftState(NamedTuple):
         return cls(*(torch.zeros(shape, dtype=kind, device=device) for kind, *shape in kinds))
 
 
-@cache
-def _op():
-    return _ops.get("grow_tree")
-
-
 def grow_tree(values: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor, prefix_len: torch.Tensor,
               active: torch.Tensor, state: DraftState, level: int) -> DraftState:
     """Writes the candidates of `level` into the pool and makes the k best of them the next beam.
@@ -53,5 +47,6 @@ def grow_tree(values: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor, 
     Errors: RuntimeError on a wrong shape, dtype or device, or when columns or candidates do not fit the buffers.
     Cost: O(B * (k*k + k*H)), one launch. Graph-safe. Source: csrc/tree/grow_tree.cpp.
     """
-    _op()(values, tokens, hidden, prefix_len, active, *state, level)
+    _ops.require_kernel("grow_tree", values.device)
+    _ops.get("grow_tree")(values, tokens, hidden, prefix_len, active, *state, level)
     return state

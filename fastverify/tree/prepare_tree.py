@@ -1,6 +1,5 @@
 """prepare_tree: what every layer's attention and the acceptance walk need, computed once per step."""
 
-from functools import cache
 from typing import NamedTuple, Optional
 
 import torch
@@ -28,11 +27,6 @@ class Prepared(NamedTuple):
         return cls(*(torch.zeros(shape, dtype=kind, device=device) for kind, *shape in kinds))
 
 
-@cache
-def _op():
-    return _ops.get("prepare_tree")
-
-
 def prepare_tree(parents: Optional[torch.Tensor], cu_nodes: torch.Tensor, prefix_len: torch.Tensor, page_table: torch.Tensor,
                  page_size: int, out: Prepared, row_base: int = 0) -> Prepared:
     """Fills the outputs that `out` holds, for the rows [row_base, row_base + n_b) of every request's forest.
@@ -47,5 +41,6 @@ def prepare_tree(parents: Optional[torch.Tensor], cu_nodes: torch.Tensor, prefix
     Errors: RuntimeError on a wrong shape, dtype or device. Cost: O(R * W), one launch. Graph-safe.
     Source: csrc/tree/prepare_tree.cpp, csrc/algo/tree.h, csrc/algo/schedule.h.
     """
-    _op()(parents, cu_nodes, prefix_len, page_table, *out, page_size, row_base)
+    _ops.require_kernel("prepare_tree", cu_nodes.device)
+    _ops.get("prepare_tree")(parents, cu_nodes, prefix_len, page_table, *out, page_size, row_base)
     return out
