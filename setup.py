@@ -12,6 +12,7 @@ import shutil
 import site
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import setuptools
@@ -68,6 +69,8 @@ class CMakeBuild(build_ext):
         if not sys.platform.startswith("linux"):
             fail("the platform must be Linux", sys.platform, "build in a Linux environment (WSL 2 works).")
         torch_dir, torch_version = find_torch()
+        # cmake and ninja of this environment, whether or not it is activated
+        os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ.get("PATH", os.defpath)
         if not shutil.which("cmake"):
             fail("cmake must be on PATH for the build", "none")
         if not (shutil.which("ninja") or shutil.which("make")):
