@@ -2,7 +2,7 @@
 // The Python module object of _C: importing it runs the op registrations, it has no functions.
 #include <Python.h>
 
-extern "C" PyObject* PyInit__C(void) {
+PyMODINIT_FUNC PyInit__C(void) {
     static PyModuleDef def = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
     return PyModule_Create(&def);
 }
