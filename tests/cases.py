@@ -39,3 +39,57 @@ def page_tables(batch: int, max_tokens: int, page_size: int, rng, spare: int = 3
     num_pages = batch * per + spare
     perm = torch.randperm(num_pages, generator=rng)[: batch * per].to(torch.int32)
     return perm.view(batch, per).contiguous(), num_pages
+
+
+def verify_case(rng, batch: int = 3, nodes: int = 8, vocab: int = 37, dtype=torch.float32, temperature: float = 0.0,
+                filters: bool = False, extras: bool = False, agree: float = 0.7, pad: int = 0, ids=torch.int64,
+                scale: float = 2.0, fixed_nodes: bool = False, logprobs: bool = True) -> dict:
+    """Keyword arguments of verify_tree on random ragged trees with poisoned outputs.
+
+    agree: chance that a node carries one of its parent row's three best ids (so that walks go deep).
+    """
+    counts = [nodes if fixed_nodes else int(randint(1, nodes + 1, rng)) for _ in range(batch)]
+    active = (torch.rand(batch, generator=rng) < 0.9).to(torch.int32)
+    counts = [c if a else 0 for c, a in zip(counts, active.tolist())]
+    rows = batch * nodes + 1
+    logits = (torch.randn(rows, vocab + pad, generator=rng) * scale).to(dtype)
+    tokens, parents = torch.full((rows,), 10**6, dtype=ids), torch.full((rows,), 77, dtype=torch.int32)
+    base = 0
+    for c in counts:
+        par = random_parents(c, rng)
+        parents[base:base + c] = torch.tensor(par, dtype=torch.int32)
+        for i in range(c):
+            t = int(randint(0, vocab, rng))
+            if i and float(torch.rand((), generator=rng)) < agree:
+                best = logits[base + par[i], :vocab].float().topk(min(3, vocab)).indices
+                t = int(best[int(randint(0, len(best), rng))])
+            tokens[base + i] = t
+        base += c
+    logits[base:] = float("nan")  # padding rows are never read
+    u = lambda lo, hi: torch.rand(batch, generator=rng) * (hi - lo) + lo  # noqa: E731
+    temp = torch.full((batch,), temperature)
+    if temperature > 0:
+        temp = torch.where(torch.rand(batch, generator=rng) < 0.15, torch.zeros(()), temp * u(0.5, 1.5))
+    off = lambda t, value: torch.where(torch.rand(batch, generator=rng) < 0.4, torch.full_like(t, value), t)  # noqa: E731
+    depth = nodes
+    case = dict(
+        logits=logits, tokens=tokens, parents=parents, cu_nodes=cumulative(counts),
+        prefix_len=randint(0, 5000, rng, (batch,)).to(torch.int32), active=active,
+        remaining=randint(0, nodes + 4, rng, (batch,)).to(torch.int32),
+        stop_ids=randint(0, vocab, rng, (2,)) if vocab > 8 else None,
+        temperature=temp,
+        top_k=off(randint(1, vocab, rng, (batch,)).to(torch.int32), 0) if filters else torch.zeros(batch, dtype=torch.int32),
+        top_p=off(u(0.05, 1.0), 1.0) if filters else torch.ones(batch),
+        min_p=off(u(0.0, 0.4), 0.0) if filters else torch.zeros(batch),
+        seed=torch.randint(-2**63, 2**63 - 1, (batch,), generator=rng),
+        out_tokens=torch.full((batch, depth), -99, dtype=ids), num_tokens_out=torch.full((batch,), -99, dtype=torch.int32),
+        path=torch.full((batch, depth), -99, dtype=torch.int32), next_root=torch.full((batch,), -5, dtype=ids),
+        flags=torch.full((batch,), -99, dtype=torch.int32), logprobs=torch.full((batch, depth), float("nan")) if logprobs else None,
+        vocab_size=vocab, rule=1)
+    if extras:
+        case["bias"] = torch.randn(batch, vocab, generator=rng)
+        bits = torch.randint(-2**31, 2**31 - 1, (rows, (vocab + 31) // 32), generator=rng).to(torch.int32)
+        case["bitmask"] = bits | torch.randint(-2**31, 2**31 - 1, bits.shape, generator=rng).to(torch.int32)
+        case["penalties"] = torch.stack([u(0.8, 1.6), u(-0.5, 0.8), u(-0.5, 0.8)], 1).contiguous()
+        case["counts"] = (torch.rand(batch, vocab, generator=rng) < 0.2).to(torch.int32) * randint(0, 4, rng, (batch, vocab)).to(torch.int32)
+    return case

@@ -1,1 +1,142 @@
 // SPDX-License-Identifier: Apache-2.0
+// rope_append on the CPU: per-head RMSNorm, RoPE and append, fp32 throughout, parallel over rows.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <cmath>
+#include <vector>
+
+#include "common/convert.h"
+#include "common/paged.h"
+
+namespace fv {
+namespace {
+
+constexpr const char* kOp = "rope_append";
+
+// One head: x [d] -> y [d] = rope(norm(x)) / scale. weight null: no norm; cos_sin null: no rotation.
+FV_CLONES void transform_head(const float* __restrict x, float* __restrict y, int d, const float* __restrict weight,
+                              float eps, const float* __restrict cos_sin, int rot, int style, float scale) {
+    if (weight) {
+        constexpr int kLanes = 16;  // fixed partial sums: the same bits at every vector width
+        float lane[kLanes] = {};
+        for (int i = 0; i + kLanes <= d; i += kLanes) {
+            for (int j = 0; j < kLanes; ++j) lane[j] += x[i + j] * x[i + j];
+        }
+        float sum = 0.0f;
+        for (int j = 0; j < kLanes; ++j) sum += lane[j];
+        for (int i = d / kLanes * kLanes; i < d; ++i) sum += x[i] * x[i];
+        const float r = 1.0f / std::sqrt(sum / static_cast<float>(d) + eps);
+        for (int i = 0; i < d; ++i) y[i] = x[i] * r * weight[i];
+    } else {
+        for (int i = 0; i < d; ++i) y[i] = x[i];
+    }
+    if (cos_sin) {
+        const int half = rot / 2;
+        const float *c = cos_sin, *s = cos_sin + half;
+        if (style == 0) {
+            for (int i = 0; i < half; ++i) {
+                const float a = y[i], b = y[i + half];
+                y[i] = a * c[i] - b * s[i];
+                y[i + half] = b * c[i] + a * s[i];
+            }
+        } else {
+            for (int i = 0; i < half; ++i) {
+                const float a = y[2 * i], b = y[2 * i + 1];
+                y[2 * i] = a * c[i] - b * s[i];
+                y[2 * i + 1] = b * c[i] + a * s[i];
+            }
+        }
+    }
+    if (scale != 1.0f) {
+        for (int i = 0; i < d; ++i) y[i] = y[i] / scale;
+    }
+}
+
+FV_CLONES void load_head(const void* src, ScalarType type, float* dst, int d) { load_row(src, type, dst, d); }
+
+std::vector<float> norm_weight(const char* name, const std::optional<Tensor>& t, int64_t d, const Tensor& like) {
+    if (!t) return {};
+    check_tensor(kOp, name, *t, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}, {d}, like);
+    std::vector<float> w(d);
+    load_head(t->const_data_ptr(), t->scalar_type(), w.data(), static_cast<int>(d));
+    return w;
+}
+
+void rope_append_cpu(Tensor q, const Tensor k, const Tensor v, const Tensor positions, const Tensor slots,
+                     const Tensor cos_sin, const std::optional<Tensor> q_norm, const std::optional<Tensor> k_norm,
+                     const std::optional<Tensor> k_scale, const std::optional<Tensor> v_scale, Tensor k_cache,
+                     Tensor v_cache, double eps, int64_t rotary_style) {
+    constexpr auto F32 = ScalarType::Float;
+    check_tensor(kOp, "q", q, {F32, ScalarType::BFloat16, ScalarType::Half}, {kAny, kAny, kAny}, q, true);
+    const int64_t rows = q.size(0), d = q.size(2);
+    const ScalarType type = q.scalar_type();
+    check_tensor(kOp, "k", k, {type}, {rows, kAny, d}, q, true);
+    const int64_t kv_heads = k.size(1);
+    check_tensor(kOp, "v", v, {type}, {rows, kv_heads, d}, q, true);
+    check_tensor(kOp, "positions", positions, {ScalarType::Int}, {rows}, q);
+    check_tensor(kOp, "slots", slots, {ScalarType::Long}, {rows}, q);
+    check_tensor(kOp, "cos_sin", cos_sin, {F32}, {kAny, kAny}, q);
+    const int64_t rot = cos_sin.size(1), max_positions = cos_sin.size(0);
+    FV_CHECK(rot % 2 == 0 && rot <= d, kOp, ": cos_sin must have an even width of at most ", d, "; got ",
+             describe(cos_sin), ". Fix: pass rot/2 cosines then rot/2 sines, rot <= head_dim.");
+    check_tensor(kOp, "k_cache", k_cache, {F32, ScalarType::BFloat16, ScalarType::Half, ScalarType::Float8_e4m3fn},
+                 {kAny, kAny, kv_heads, d}, q, true);
+    const int64_t page_size = k_cache.size(1), capacity = k_cache.size(0) * page_size;
+    check_tensor(kOp, "v_cache", v_cache, {k_cache.scalar_type()}, {k_cache.size(0), page_size, kv_heads, d}, q, true);
+    FV_CHECK(rotary_style == 0 || rotary_style == 1, kOp, ": rotary_style must be 0 (neox) or 1 (gptj); got ",
+             rotary_style, ". Fix: pass one of the two.");
+    FV_CHECK(eps >= 0, kOp, ": eps must be >= 0; got ", eps, ". Fix: pass the model's rms_norm_eps.");
+    const std::vector<float> qw = norm_weight("q_norm", q_norm, d, q), kw = norm_weight("k_norm", k_norm, d, q);
+    const HeadScale ks(kOp, "k_scale", k_scale, kv_heads, q), vs(kOp, "v_scale", v_scale, kv_heads, q);
+    const int64_t* slot = cptr<int64_t>(slots);
+    const int32_t* position = cptr<int32_t>(positions);
+    for (int64_t r = 0; r < rows; ++r) {
+        if (slot[r] < 0) continue;
+        FV_CHECK(slot[r] < capacity, kOp, ": slots must be below ", capacity, " (pages * page_size); got ", slot[r],
+                 " in row ", r, ". Fix: reserve pages for prompt + new tokens + the tree at admission.");
+        FV_CHECK(position[r] >= 0 && position[r] < max_positions, kOp, ": positions must be in [0, ", max_positions,
+                 ") (rows of cos_sin); got ", position[r], " in row ", r, ". Fix: build cos_sin for the longest sequence.");
+    }
+
+    const int64_t elem = element_bytes(type), cache_elem = element_bytes(k_cache.scalar_type());
+    const float* table = cptr<float>(cos_sin);
+    const int dim = static_cast<int>(d), style = static_cast<int>(rotary_style), width = static_cast<int>(rot);
+    const float epsilon = static_cast<float>(eps);
+    const int64_t grain = 1 + (1 << 16) / (1 + (q.size(1) + 2 * kv_heads) * d);
+    char* const q_data = mptr<char>(q);
+    const char *const k_data = cptr<char>(k), *const v_data = cptr<char>(v);
+    char *const k_rows = mptr<char>(k_cache), *const v_rows = mptr<char>(v_cache);
+    torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+        std::vector<float> x(d), y(d);
+        for (int64_t r = begin; r < end; ++r) {
+            if (slot[r] < 0) continue;
+            const float* cs = table + position[r] * rot;
+            for (int64_t h = 0; h < q.size(1); ++h) {
+                char* p = q_data + (r * q.stride(0) + h * q.stride(1)) * elem;
+                load_head(p, type, x.data(), dim);
+                transform_head(x.data(), y.data(), dim, qw.empty() ? nullptr : qw.data(), epsilon, cs, width, style, 1.0f);
+                store_row(y.data(), type, p, dim);
+            }
+            const int64_t page = slot[r] / page_size, offset = slot[r] % page_size;
+            for (int64_t h = 0; h < kv_heads; ++h) {
+                load_head(k_data + (r * k.stride(0) + h * k.stride(1)) * elem, type, x.data(), dim);
+                transform_head(x.data(), y.data(), dim, kw.empty() ? nullptr : kw.data(), epsilon, cs, width, style, ks[h]);
+                store_row(y.data(), k_cache.scalar_type(),
+                          k_rows + (page * k_cache.stride(0) + offset * k_cache.stride(1) + h * k_cache.stride(2)) * cache_elem,
+                          dim);
+                load_head(v_data + (r * v.stride(0) + h * v.stride(1)) * elem, type, x.data(), dim);
+                transform_head(x.data(), y.data(), dim, nullptr, epsilon, nullptr, 0, style, vs[h]);
+                store_row(y.data(), v_cache.scalar_type(),
+                          v_rows + (page * v_cache.stride(0) + offset * v_cache.stride(1) + h * v_cache.stride(2)) * cache_elem,
+                          dim);
+            }
+        }
+    });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastverify, CPU, m) { m.impl("rope_append", TORCH_BOX(&rope_append_cpu)); }
+
+}  // namespace fv

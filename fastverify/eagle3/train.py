@@ -17,19 +17,21 @@ deterministic in its seed and resumable: the checkpoint holds everything that th
 from __future__ import annotations
 
 import argparse
-import copy
+import hashlib
 import json
 import math
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from .train_data import Prompts, Replies, Rows, batch_rows, choose_vocab, pack
-from .train_net import DraftConfig, Eagle3Draft, TargetLlama, load_draft, load_target, packed_mask, save_draft
+from .train_eval import evaluate, held_out
+from .train_generate import Generator, conversations, join
+from .train_loss import teach, ttt_loss
+from .train_net import DraftConfig, Eagle3Draft, TargetLlama, load_draft, load_target, save_draft
 
 
 @dataclass
@@ -58,167 +60,275 @@ class TrainConfig:
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# Loss
+# Training
 
 
-class SoftCrossEntropy(torch.autograd.Function):
-    """sum_a w[a] * CE(p[a], softmax(logits[a])), with the gradient made in the forward pass and kept in the logits' dtype.
-
-    logits [A, Vd]; p [A, Vd] rows sum to one; w [A]. Chunked, so that no float32 copy of the logits outlives a chunk."""
-
-    @staticmethod
-    def forward(ctx, logits: Tensor, p: Tensor, w: Tensor) -> Tensor:
-        grad, total = torch.empty_like(logits), logits.new_zeros((), dtype=torch.float32)
-        for a in range(0, logits.shape[0], 8192):
-            s = slice(a, a + 8192)
-            x, q, wa = logits[s].float(), p[s].float(), w[s].float()
-            log_z = x.logsumexp(-1)
-            total += ((log_z - (q * x).sum(-1)) * wa).sum()
-            grad[s] = x.sub_(log_z[:, None]).exp_().sub_(q).mul_(wa[:, None]).to(grad.dtype)
-        ctx.save_for_backward(grad)
-        return total
-
-    @staticmethod
-    def backward(ctx, g: Tensor):
-        return ctx.saved_tensors[0] * g.to(ctx.saved_tensors[0].dtype), None, None
+def learning_rate(step: int, c: TrainConfig) -> float:
+    """Factor on the peak rates: linear warm-up, then cosine to ``floor``."""
+    if step < c.warmup:
+        return (step + 1) / c.warmup
+    x = min((step - c.warmup) / max(c.steps - c.warmup, 1), 1.0)
+    return c.floor + (1 - c.floor) * 0.5 * (1 + math.cos(math.pi * x))
 
 
-@dataclass
-class Teacher:
-    """What the draft learns from one batch: everything the loss needs, taken from one target forward."""
+class Trainer:
+    """The state of a run (weights, EMA, optimiser, step, curves) and its checkpoint."""
 
-    ids: Tensor                    # [B, T] int64
-    pos: Tensor                    # [B, T] int64
-    mask: Tensor                   # [B, 1, T, T] bool
-    aux: Tensor                    # [B, T, 3*Ht]
-    at: Tensor                     # [A] flat positions whose next token the target produced
-    prob: Tensor                   # [A, Vd] target softmax over the draft vocabulary, renormalised
-    top: Tensor                    # [A] target argmax over V
-    inside: Tensor                 # [A] bool: argmax in the draft vocabulary
+    def __init__(self, target: TargetLlama, draft_config: DraftConfig, vocab: np.ndarray, c: TrainConfig, device: str = "cpu",
+                 init: bool = True):
+        torch.manual_seed(c.seed)
+        self.target, self.c, self.device = target, c, device
+        self.net = Eagle3Draft(draft_config).to(device)
+        self.net.set_vocab(torch.from_numpy(np.asarray(vocab)))
+        if init:
+            self.net.init_from_target(target, c.seed)
+        self.ema = Eagle3Draft(draft_config).to(device).requires_grad_(False)
+        self.ema.load_state_dict(self.net.state_dict())
+        head = list(self.net.lm_head.parameters())
+        body = [p for n, p in self.net.named_parameters() if not n.startswith("lm_head")]
+        self.opt = torch.optim.AdamW([dict(params=body, peak=c.lr), dict(params=head, peak=c.head_lr)], lr=c.lr, betas=c.betas,
+                                     weight_decay=c.weight_decay, fused=device.startswith("cuda"))
+        self.step, self.tokens, self.seconds, self.curve = 0, 0, 0.0, {"train": [], "eval": []}
+
+    def train_step(self, rows: Rows) -> dict:
+        c = self.c
+        pick = torch.from_numpy(batch_rows(len(rows), c.batch, self.step, c.seed)).to(self.device)
+        depth = c.ttt if self.step < c.ttt_switch * c.steps else c.ttt_late
+        t = teach(self.target, self.net, *(x[pick] for x in (rows.ids, rows.doc, rows.pos, rows.want)))
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.startswith("cuda")):
+            loss, per_step = ttt_loss(self.target, self.net, t, depth, c.decay)
+        for g in self.opt.param_groups:
+            g["lr"] = g["peak"] * learning_rate(self.step, c)
+        self.opt.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), c.clip)
+        self.opt.step()
+        with torch.no_grad():
+            keep = min(c.ema, (1 + self.step) / (10 + self.step))
+            torch._foreach_lerp_(list(self.ema.parameters()), list(self.net.parameters()), 1 - keep)
+        self.step += 1
+        self.tokens += pick.numel() * rows.ids.shape[1]
+        return dict(loss=loss.detach(), ce=per_step, norm=norm)
+
+    def state(self) -> dict:
+        return dict(net=self.net.state_dict(), ema=self.ema.state_dict(), opt=self.opt.state_dict(), step=self.step,
+                    tokens=self.tokens, seconds=self.seconds, curve=self.curve, config=asdict(self.c),
+                    draft=asdict(self.net.config))
+
+    def save(self, path: str) -> None:
+        torch.save(self.state(), path + ".part")
+        os.replace(path + ".part", path)
+
+    def load(self, path: str) -> None:
+        s = torch.load(path, map_location=self.device, weights_only=True)
+        self.net.load_state_dict(s["net"])
+        self.ema.load_state_dict(s["ema"])
+        self.opt.load_state_dict(s["opt"])
+        self.step, self.tokens, self.seconds, self.curve = s["step"], s["tokens"], s["seconds"], s["curve"]
+
+    def evaluate(self, rows: Rows) -> dict:
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.startswith("cuda")):
+            return held_out(self.target, self.ema, rows, max(1, self.c.batch // 2))
+
+    def run(self, rows: Rows, held: Rows | None, work: str | None = None, log=print) -> dict:
+        """Train to ``steps`` (or ``max_seconds`` of this call), writing ``work``/checkpoint.pt and ``work``/curves.json."""
+        c, start, saved, last = self.c, time.time(), time.time(), time.time()
+        base, seen = self.seconds, self.tokens
+        while self.step < c.steps and time.time() - start < c.max_seconds:
+            info = self.train_step(rows)
+            if self.step % c.log_every == 0 or self.step == c.steps:
+                now = time.time()
+                point = dict(step=self.step, loss=round(float(info["loss"]), 4), ce=[round(float(x), 4) for x in info["ce"]],
+                             norm=round(float(info["norm"]), 3), tokens_per_s=round((self.tokens - seen) / (now - last)))
+                last, seen, self.seconds = now, self.tokens, base + now - start
+                self.curve["train"].append(point)
+                log(json.dumps(point), flush=True)
+            ended = self.step == c.steps
+            if held is not None and len(held) and (self.step % c.eval_every == 0 or ended):
+                point = dict(step=self.step) | self.evaluate(held)
+                self.curve["eval"].append(point)
+                log("held-out " + json.dumps(point), flush=True)
+            if work and (ended or time.time() - saved > c.save_seconds):
+                self.seconds, saved = base + time.time() - start, time.time()
+                self.write(work)
+        self.seconds = base + time.time() - start
+        if work:
+            self.write(work)
+        return self.curve
+
+    def write(self, work: str) -> None:
+        os.makedirs(work, exist_ok=True)
+        self.save(os.path.join(work, "checkpoint.pt"))
+        with open(os.path.join(work, "curves.json"), "w") as f:
+            json.dump(self.curve, f)
 
 
-@torch.no_grad()
-def teach(target: TargetLlama, draft: Eagle3Draft, ids: Tensor, doc: Tensor, pos: Tensor, want: Tensor) -> Teacher:
-    """One target forward over packed rows (all arguments [B, T])."""
-    ids, pos = ids.long(), pos.long()
-    mask = packed_mask(doc)
-    hidden, aux = target(ids, pos, mask, draft.config.aux_layers)
-    at = want.flatten().nonzero().squeeze(1)
-    vocab, h = draft.vocab_ids, hidden.flatten(0, 1)[at]
-    prob = torch.empty(at.numel(), vocab.numel(), dtype=torch.bfloat16 if h.is_cuda else torch.float32, device=h.device)
-    top = torch.empty_like(at)
-    for a in range(0, at.numel(), 8192):
-        x = target.logits(h[a:a + 8192])
-        top[a:a + 8192] = x.argmax(-1)
-        prob[a:a + 8192] = x.index_select(1, vocab).softmax(-1)
-    return Teacher(ids, pos, mask, aux, at, prob, top, draft.t2d[top])
-
-
-def ttt_loss(target: TargetLlama, draft: Eagle3Draft, t: Teacher, steps: int, decay: float) -> tuple[Tensor, list[Tensor]]:
-    """-> (loss, per-step mean cross entropies). Chain k = at - 1 - j of step j predicts the token after ``at``."""
-    loss, per_step = 0.0, []
-    flat_pos = t.pos.flatten()[t.at]
-    for j, h2 in enumerate(draft.unroll(target.embed_tokens, t.ids, t.aux, t.pos, t.mask, steps)):
-        w = (t.inside & (flat_pos >= 1 + j)).float()
-        rows = h2.flatten(0, 1)[(t.at - 1 - j).clamp_(min=0)]
-        ce = SoftCrossEntropy.apply(draft.logits(rows), t.prob, w / w.sum().clamp(min=1.0))
-        loss = loss + decay ** j * ce
-        per_step.append(ce.detach())
-    return loss, per_step
+def plot_curves(curve: dict, path: str) -> None:
+    """Two panels: training cross entropy per unrolled step; held-out agreement (depth 1) and free-running acceptance."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, (a, b) = plt.subplots(1, 2, figsize=(11, 4))
+    for j in range(max((len(p["ce"]) for p in curve["train"]), default=0)):
+        pts = [(p["step"], p["ce"][j]) for p in curve["train"] if len(p["ce"]) > j]
+        a.plot(*zip(*pts), lw=0.8, label=f"unrolled step {j}")
+    a.set(xlabel="step", ylabel="cross entropy (nats)", title="training")
+    for j in range(len(curve["eval"][0]["accept"]) if curve["eval"] else 0):
+        b.plot([p["step"] for p in curve["eval"]], [p["conditional"][j] for p in curve["eval"]], marker=".",
+               label="depth 1 (teacher-forced)" if j == 0 else f"depth {j + 1} given depths 1..{j}")
+    b.set(xlabel="step", ylabel="top-1 agreement", title="held-out, greedy, EMA weights")
+    for ax in (a, b):
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=7)
+    fig.tight_layout()
+    fig.savefig(path, dpi=90)
+    plt.close(fig)
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# Held-out figures
+# Commands
 
 
-@torch.no_grad()
-def match_table(target: TargetLlama, draft: Eagle3Draft, ids: Tensor, doc: Tensor, pos: Tensor, want: Tensor, depth: int) -> dict:
-    """Per position and depth: does the draft's argmax at depth j+1 equal the token the target's argmax gives there?
-
-    The chain is given the true tokens, so its first j depths are right exactly when a free-running draft's are: the run of
-    leading matches from pair k is the number of drafts a greedy verify accepts there. All returned tensors are flat [A'] over
-    ``want`` positions q; entry j of ``match`` is about the chain that starts at k = q - 1 - j.
-    """
-    t = teach(target, draft, ids, doc, pos, want)
-    flat_pos = t.pos.flatten()[t.at]
-    vocab = draft.vocab_ids
-    match, overlap, ok = [], [], []
-    for j, h2 in enumerate(draft.unroll(target.embed_tokens, t.ids, t.aux, t.pos, t.mask, depth)):
-        x = draft.logits(h2.flatten(0, 1)[(t.at - 1 - j).clamp_(min=0)]).float()
-        match.append(vocab[x.argmax(-1)] == t.top)
-        overlap.append(torch.minimum(x.softmax(-1), t.prob.float()).sum(-1))
-        ok.append(flat_pos >= 1 + j)
-    return dict(at=t.at, match=torch.stack(match), overlap=torch.stack(overlap), ok=torch.stack(ok), inside=t.inside, pos=flat_pos)
+def _device(a) -> tuple[str, torch.dtype]:
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if a.device == "auto" else a.device
+    return device, torch.bfloat16 if device.startswith("cuda") else torch.float32
 
 
-@torch.no_grad()
-def held_out(target: TargetLlama, draft: Eagle3Draft, rows: Rows, batch: int, depth: int = 5) -> dict:
-    """Per-depth figures over packed rows.
-
-    agreement[j]   depth j+1 given true tokens; depth 1 is plain teacher forcing
-    overlap[j]     mean of sum min(p, q) over the draft vocabulary
-    accept[j]      free-running: P(depths 1..j+1 all match); conditional[j] = accept[j] / accept[j-1]
-    """
-    hits, over, count = torch.zeros(depth), torch.zeros(depth), torch.zeros(depth)
-    run, starts = torch.zeros(depth), 0
-    for a in range(0, len(rows), batch):
-        part = [x[a:a + batch] for x in (rows.ids, rows.doc, rows.pos, rows.want)]
-        m = match_table(target, draft, *part, depth)
-        hits += (m["match"] & m["ok"]).sum(1).cpu()
-        over += (m["overlap"] * m["ok"]).sum(1).cpu()
-        count += m["ok"].sum(1).cpu()
-        n = part[0].numel()
-        want = part[3].flatten()
-        grid = torch.zeros(depth, n, dtype=torch.bool, device=want.device)      # [j, k]: chain k right at depth j+1
-        for j in range(depth):
-            keep = m["ok"][j]
-            grid[j, (m["at"] - 1 - j)[keep]] = m["match"][j][keep]
-        whole = torch.zeros(n, dtype=torch.bool, device=want.device)            # chains whose every depth has a wanted target
-        idx = torch.arange(n - depth, device=want.device)
-        whole[:n - depth] = torch.stack([want[idx + 1 + j] for j in range(depth)]).all(0)
-        whole[:n - depth] &= (part[1].flatten()[idx] == part[1].flatten()[idx + depth])
-        run += grid[:, whole].cumprod(0).sum(1).float().cpu()
-        starts += int(whole.sum())
-    accept = (run / max(starts, 1)).tolist()
-    cond = [accept[0]] + [accept[j] / max(accept[j - 1], 1e-9) for j in range(1, depth)]
-    r = lambda xs: [round(float(x), 4) for x in xs]
-    return dict(agreement=r(hits / count.clamp(min=1)), overlap=r(over / count.clamp(min=1)), accept=r(accept),
-                conditional=r(cond), chain_tau=r(1 + np.cumsum(accept)), positions=int(count[0]))
+def cmd_prompts(a) -> None:
+    from .train_prompts import build
+    build(a.seeds, a.tokenizer, a.out, a.limit, a.seed, a.exclude)
 
 
-@torch.no_grad()
-def greedy_rounds(target: TargetLlama, draft: Eagle3Draft, ids: Tensor, asst: Tensor, depth: int) -> dict:
-    """Replay greedy chain speculation over one conversation whose marked tokens are the target's greedy reply.
+def cmd_evalset(a) -> None:
+    from .train_prompts import from_jsonl
+    from_jsonl(a.jsonl, a.tokenizer, a.out, a.limit)
 
-    ids, asst [T]. The first reply token comes from prefill; each round starts at the last emitted token n, drafts ``depth`` tokens
-    from pair n-1, accepts the leading matches (all inside the reply) and emits one more. -> rounds, accepted, emitted,
-    depth-wise counts."""
-    t = ids.numel()
-    want = torch.zeros(t, dtype=torch.bool, device=ids.device)
-    want[:-1] = asst[1:].bool()
-    zero = torch.zeros(1, t, dtype=torch.int16, device=ids.device)
-    m = match_table(target, draft, ids[None], zero, torch.arange(t, device=ids.device)[None], want[None], depth)
-    grid = torch.zeros(depth, t, dtype=torch.bool, device=ids.device)
-    nxt = torch.cat([ids[1:], ids[:1]])
-    for j in range(depth):
-        keep = m["ok"][j]
-        grid[j, (m["at"] - 1 - j)[keep]] = m["match"][j][keep]
-    first = int(want.nonzero()[0])                                      # position whose next token is the first reply token
-    agree = int((m["inside"] & m["match"][0] & m["ok"][0]).sum())
-    run, table = grid.cumprod(0).sum(0).tolist(), dict(rounds=0, accepted=0, emitted=0, by_depth=[0] * depth)
-    wanted = want.tolist()
-    n = first + 1                                                       # index of the last emitted token (the root)
-    while n < t and wanted[n] if n < t else False:
-        left = 0
-        while n + left < t and wanted[n + left]:
-            left += 1                                                   # reply tokens after the root
-        a = min(run[n - 1], depth, left)
-        table["rounds"] += 1
-        table["accepted"] += a
-        table["emitted"] += min(a + 1, left)
-        for j in range(a):
-            table["by_depth"][j] += 1
-        n += a + 1
-    table |= dict(agree=agree, positions=int(m["ok"][0].sum()),
-                  target_greedy=int((m["ok"][0] & (nxt[m["at"]] == teach_top(m, target, ids))).sum()) if False else None)
-    return table
+
+def cmd_generate(a) -> None:
+    """Greedy replies for every prompt, then sampled ones for ``--samples`` passes; the file is rewritten after every pass."""
+    device, dtype = _device(a)
+    prompts = Prompts.load(a.prompts)
+    gen = Generator(load_target(a.target, dtype, device), a.eos, a.rows, seed=a.seed)
+    deadline, parts = time.time() + a.max_seconds, []
+    for n in range(1 + a.samples):
+        order = np.arange(len(prompts.first))
+        if n:
+            order = order[~prompts.held]                      # the held-out figures are about greedy text
+        parts.append(conversations(gen, prompts, a.max_new, n == 0, a.seed + n, deadline, order=order))
+        both = join(parts)
+        both.save(a.out)
+        print(f"generate: pass {n}: {len(both.ids)} conversations, {int(both.asst.flat.sum())} generated tokens", flush=True)
+        if time.time() > deadline:
+            break
+
+
+def cmd_vocab(a) -> None:
+    r = Replies.load(a.replies)
+    size = json.load(open(a.must)) if a.must else []
+    ids, cover = choose_vocab(r, a.size, a.vocab_size, sorted(set(size) | {0, 1, 2}))
+    np.save(a.out, ids)
+    print(f"vocab: {len(ids)} of {a.vocab_size} ids cover {100 * cover:.3f} % of the generated tokens")
+
+
+def training_rows(replies: Replies, c: TrainConfig, device: str) -> tuple[Rows, Rows]:
+    """-> (training rows, held-out greedy rows), on ``device``."""
+    held = np.flatnonzero(replies.held & replies.greedy)
+    rows = pack(replies, np.flatnonzero(~replies.held), c.row, c.seed).to(device)
+    held_rows = pack(replies, held, c.row, c.seed) if len(held) else None
+    if held_rows is not None:
+        held_rows = Rows(*(x[:c.eval_rows].to(device) for x in (held_rows.ids, held_rows.doc, held_rows.pos, held_rows.want)))
+    return rows, held_rows
+
+
+def cmd_train(a) -> None:
+    device, dtype = _device(a)
+    c = TrainConfig(**{k: v for k, v in vars(a).items() if k in TrainConfig.__dataclass_fields__ and v is not None})
+    target = load_target(a.target, dtype, device)
+    vocab, t0 = np.load(a.vocab), time.time()
+    rows, held = training_rows(Replies.load(a.replies), c, device)
+    print(f"train: {len(rows)} rows of {c.row} ({len(rows) / c.batch:.0f} steps an epoch), packed in {time.time() - t0:.0f} s", flush=True)
+    trainer = Trainer(target, DraftConfig.for_target(target.config, len(vocab)), vocab, c, device, init=not a.random_init)
+    path = os.path.join(a.work, "checkpoint.pt")
+    if os.path.exists(path):
+        trainer.load(path)
+        print(f"train: resumed at step {trainer.step}", flush=True)
+    trainer.run(rows, held, a.work)
+
+
+def cmd_eval(a) -> None:
+    """Greedy replies to the prompts of an evaluation set, then exact chain replay. Runs in float32."""
+    device, _ = _device(a)
+    target = load_target(a.target, torch.float32, device)
+    draft, prompts = load_draft(a.draft, device), Prompts.load(a.prompts)
+    if a.replies and os.path.exists(a.replies):
+        replies = Replies.load(a.replies)
+    else:
+        gen = Generator(target, a.eos, a.rows, seed=a.seed, cache_bytes=a.cache_gb * 1e9)
+        replies = conversations(gen, prompts, a.max_new, True, a.seed, max_repeat=2.0)
+        if a.replies:
+            replies.save(a.replies)
+    out = evaluate(target, draft, replies)
+    with open(a.out, "w") as f:
+        json.dump(out, f, indent=1)
+    for name, d in out.items():
+        print(f"eval: {name:12s} depth-1 {d['depth1_agreement']:.3f}  chain-3 tau {d['chain3']['tau']:.3f}  chain-5 tau "
+              f"{d['chain5']['tau']:.3f}", flush=True)
+
+
+def cmd_export(a) -> None:
+    s = torch.load(os.path.join(a.work, "checkpoint.pt"), map_location="cpu", weights_only=True)
+    net = Eagle3Draft(DraftConfig(**s["draft"]))
+    net.load_state_dict(s["ema"])
+    save_draft(net, a.out, dict(name=a.target_name, sha256=a.target_sha256), getattr(torch, a.dtype))
+    record = dict(steps=s["step"], tokens_seen=s["tokens"], minutes=round(s["seconds"] / 60, 2), hyper_parameters=s["config"],
+                  held_out=s["curve"]["eval"][-1] if s["curve"]["eval"] else None)
+    if a.extra:
+        with open(a.extra) as f:
+            record |= json.load(f)
+    with open(os.path.join(a.out, "training_record.json"), "w") as f:
+        json.dump(record, f, indent=1)
+        f.write("\n")
+    if a.plot:
+        plot_curves(s["curve"], os.path.join(a.out, "curves.png"))
+    with open(os.path.join(a.out, "model.safetensors"), "rb") as f:
+        print("export: sha256", hashlib.sha256(f.read()).hexdigest())
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="fastverify.eagle3.train", description=__doc__.split("\n")[0])
+    sub = p.add_subparsers(dest="command", required=True)
+
+    def add(name, fn, *names, **extra):
+        q = sub.add_parser(name)
+        q.set_defaults(fn=fn)
+        for n in names:
+            q.add_argument("--" + n, required=True)
+        q.add_argument("--device", default="auto")
+        q.add_argument("--seed", type=int, default=0)
+        for k, v in extra.items():
+            kind = dict(action="store_true") if v is False else dict(default=v, type=type(v) if v is not None else str)
+            q.add_argument("--" + k.replace("_", "-"), **kind)
+        return q
+
+    add("prompts", cmd_prompts, "seeds", "tokenizer", "out", limit=60000).add_argument("--exclude", nargs="*", default=[])
+    add("evalset", cmd_evalset, "tokenizer", "out", limit=0).add_argument("--jsonl", nargs="+", required=True)
+    q = add("generate", cmd_generate, "target", "prompts", "out", max_new=384, samples=2, rows=2048, max_seconds=1e9)
+    q.add_argument("--eos", type=int, nargs="+", default=[2])
+    add("vocab", cmd_vocab, "replies", "out", size=8192, vocab_size=49152, must=None)
+    q = add("train", cmd_train, "target", "replies", "vocab", "work", random_init=False)
+    for name, f in TrainConfig.__dataclass_fields__.items():
+        if name not in ("seed", "betas"):
+            q.add_argument("--" + name.replace("_", "-"), type=type(f.default), default=None)
+    q = add("eval", cmd_eval, "target", "draft", "prompts", "out", replies=None, max_new=256, rows=512, cache_gb=60.0)
+    q.add_argument("--eos", type=int, nargs="+", default=[2])
+    add("export", cmd_export, "work", "out", target_name="", target_sha256="", extra=None, dtype="bfloat16", plot=False)
+    return p
+
+
+def main(argv: list[str] | None = None) -> None:
+    a = parser().parse_args(argv)
+    a.fn(a)
+
+
+if __name__ == "__main__":
+    main()

@@ -91,9 +91,10 @@ class Replies:
 
 
 def _save(path: str, **arrays) -> None:
+    """Prompt files travel and are compressed; reply files are large and are not."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with open(path + ".part", "wb") as f:
-        np.savez_compressed(f, **arrays)
+        (np.savez_compressed if "second" in arrays else np.savez)(f, **arrays)
     os.replace(path + ".part", path)
 
 
@@ -101,8 +102,9 @@ def repeat_rate(tokens: np.ndarray, n: int = 8) -> float:
     """Share of the n-grams of a reply that occurred before in it: 0 for fresh text, near 1 for a loop."""
     if len(tokens) <= n:
         return 0.0
-    grams = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens, np.int64), n)
-    return 1.0 - len(np.unique(grams, axis=0)) / len(grams)
+    mult = np.random.default_rng(0).integers(1, 2 ** 62, n) | 1
+    grams = np.convolve(np.asarray(tokens, np.int64), mult, "valid")      # a hash of each n-gram, modulo 2^64
+    return 1.0 - len(np.unique(grams)) / len(grams)
 
 
 def choose_vocab(r: Replies, size: int, vocab_size: int, must: list[int]) -> tuple[np.ndarray, float]:

@@ -22,7 +22,8 @@ class Generator:
     """Generates replies for batches of prompts. ``rows`` is the batch size at short context; long prompts use fewer."""
 
     def __init__(self, net: TargetLlama, eos: list[int], rows: int = 2048, min_p: float = 0.05, seed: int = 0,
-                 cache_bytes: float = 70e9, step: int = 128):
+                 cache_bytes: float = 70e9, step: int = 128, fused: bool = True):
+        self.fused = fused
         self.net, self.eos, self.rows, self.min_p, self.step = net, eos, rows, min_p, step
         self.device, self.dtype = net.norm.weight.device, net.norm.weight.dtype
         self.cuda = self.device.type == "cuda"
@@ -53,16 +54,24 @@ class Generator:
             k = apply_rope(k.view(rows, m, 1, d), cos, sin)
             s["k"][i].index_copy_(2, s["col"], k)
             s["v"][i].index_copy_(2, s["col"], v.reshape(rows, m, 1, d))
-            y = F.scaled_dot_product_attention(q, s["k"][i][:, :, :attend], s["v"][i][:, :, :attend], attn_mask=bias)
+            y = self._attend(q, s["k"][i][:, :, :attend], s["v"][i][:, :, :attend], bias)
             h = h + F.linear(y.reshape(rows, n * d), layer.self_attn.o_proj.weight)
             gate, up = F.linear(self._norm(h, layer.post_attention_layernorm), self.gate_up[i]).chunk(2, -1)
             h = h + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)
         tok = self._pick(self._norm(h, self.net.norm), s, sampled)
-        s["tok"].copy_(torch.where(s["done"], self.eos[0], tok))
+        s["tok"].copy_(tok.masked_fill_(s["done"], 0))
         s["out"].index_copy_(1, s["col"], s["tok"][:, None].to(s["out"].dtype))
         for e in self.eos:
             s["done"] |= s["tok"] == e
         s["col"] += 1
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        """q [rows, m, g, d] (the g query heads of a key head as rows), k, v [rows, m, A, d], bias [rows, m, g, A]."""
+        if self.fused:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        rows, m, g, d = q.shape
+        x = torch.baddbmm(bias.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=d ** -0.5)
+        return torch.bmm(x.softmax(-1), v.flatten(0, 1)).view(rows, m, g, d)
 
     def _pick(self, h: Tensor, s: dict, sampled: bool) -> Tensor:
         """h [rows, Ht] (normed) -> token ids [rows]."""
@@ -141,7 +150,7 @@ class Generator:
             self._step(s, min(cols, -(-(col + 1) // self.step) * self.step), temps is not None)
             if t % 32 == 31 and bool(s["done"].all()):
                 break
-        out = s["out"][:n, width - 1:width + t].cpu().numpy()
+        out = s["out"][:n, width - 1:width + t].clone().cpu().numpy()
         replies = []
         for row in out:
             stop = np.flatnonzero(np.isin(row, self.eos))
@@ -183,7 +192,8 @@ class Generator:
         for cols, members in classes.items():
             rows = min(self.rows, max(1, int(self.cache_bytes // (cols * token_bytes))), -(-len(members) // 16) * 16)
             rows = -(-len(members) // -(-len(members) // rows))                  # even batches
-            batches += [(cols, rows, members[a:a + rows]) for a in range(0, len(members), rows)]
+            some = [(cols, rows, members[a:a + rows]) for a in range(0, len(members), rows)]
+            batches += [some[i] for i in np.random.default_rng(0).permutation(len(some))]     # a deadline then cuts no kind of length
         done = 0
         for cols, rows, members in batches:
             if time.time() > deadline:

@@ -215,6 +215,51 @@ def matmul_float32(x: Tensor, w: Tensor) -> Tensor:
 # Draft
 
 
+class ChainAttention(torch.autograd.Function):
+    """Attention of one unrolled step: causal over the step-0 keys, plus this chain's own entries of the later steps.
+
+    q [G, T, d] already scaled; keys0, values0 [G, T, d]; bias [B, T, T] additive in q's dtype, G = B * heads; own keys and values:
+    j tensors [G, T, d] each (one entry per chain and step). -> [G, T, d]. Written as one function because the scores are the
+    largest tensors of training: they are kept once, as probabilities, in a buffer whose row length stays a multiple of 8.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, keys0: Tensor, values0: Tensor, bias: Tensor, *own: Tensor) -> Tensor:
+        j, (g, t, _), b = len(own) // 2, q.shape, bias.shape[0]
+        with torch.autocast(q.device.type, enabled=False):
+            scores = torch.full((g, t, t + (-t) % 8 + (8 if j else 0)), float("-inf"), dtype=q.dtype, device=q.device)
+            torch.bmm(q, keys0.transpose(1, 2), out=scores[..., :t])
+            scores[..., :t].view(b, g // b, t, t).add_(bias[:, None])
+            for i in range(j):
+                scores[..., t + i] = (q * own[i]).sum(-1)
+            prob = scores.softmax(-1)
+            y = torch.bmm(prob[..., :t], values0)
+            for i in range(j):
+                y += prob[..., t + i, None] * own[j + i]
+        ctx.save_for_backward(q, keys0, values0, prob, *own)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        q, keys0, values0, prob, *own = ctx.saved_tensors
+        j, t = len(own) // 2, q.shape[1]
+        dy = dy.contiguous()
+        dprob = torch.zeros_like(prob)
+        torch.bmm(dy, values0.transpose(1, 2), out=dprob[..., :t])
+        for i in range(j):
+            dprob[..., t + i] = (dy * own[j + i]).sum(-1)
+        ds = torch._softmax_backward_data(dprob, prob, -1, prob.dtype)
+        dq = torch.bmm(ds[..., :t], keys0)
+        dkeys, dvalues = [], []
+        for i in range(j):
+            dq += ds[..., t + i, None] * own[i]
+            dkeys.append(ds[..., t + i, None] * q)
+            dvalues.append(prob[..., t + i, None] * dy)
+        dk0 = torch.bmm(ds[..., :t].transpose(1, 2), q)
+        dv0 = torch.bmm(prob[..., :t].transpose(1, 2), dy)
+        return (dq, dk0, dv0, None, *dkeys, *dvalues)
+
+
 class DraftLayer(nn.Module):
     def __init__(self, c: DraftConfig):
         super().__init__()
@@ -267,9 +312,8 @@ class Eagle3Draft(nn.Module):
         layer, c = self.midlayer, self.config
         att = layer.self_attn
         b, t = ids.shape
-        h = self.fc(aux)
-        bias = torch.zeros(mask.shape, dtype=torch.float32, device=ids.device).masked_fill_(~mask, -1e30)
-        keys0 = values0 = None
+        h = self.fc(aux).float()
+        bias = keys0 = values0 = None
         chain_k: list[Tensor] = []
         chain_v: list[Tensor] = []
         for j in range(steps):
@@ -277,23 +321,15 @@ class Eagle3Draft(nn.Module):
             e = embed(tokens).to(h.dtype)
             x = torch.cat([layer.input_layernorm(e), layer.hidden_norm(h)], -1)
             q, k, v = att.qkv(x, *rope_tables(pos + j, c.head_dim, c.rope_theta))
-            k, v = att.repeat(k), att.repeat(v)
-            q = q * att.d ** -0.5
+            q, k, v = (y.reshape(b * att.n, t, att.d) for y in (q * att.d ** -0.5, att.repeat(k), att.repeat(v)))
             if j == 0:
-                keys0, values0 = k.transpose(2, 3), v
+                keys0, values0 = k, v
+                bias = torch.zeros(b, t, t, dtype=q.dtype, device=ids.device).masked_fill_(~mask[:, 0], -1e30)
             else:
                 chain_k.append(k)
                 chain_v.append(v)
-            scores = torch.matmul(q, keys0) + bias.to(q.dtype)
-            if chain_k:
-                own = torch.stack([(q * ck).sum(-1) for ck in chain_k], -1)
-                prob = torch.cat([scores, own.to(scores.dtype)], -1).softmax(-1, dtype=torch.float32).to(v.dtype)
-                y = torch.matmul(prob[..., :t], values0)
-                for i, cv in enumerate(chain_v):
-                    y = y + prob[..., t + i, None] * cv
-            else:
-                y = torch.matmul(scores.softmax(-1, dtype=torch.float32).to(v.dtype), values0)
-            h = h + att.out(y)
+            y = ChainAttention.apply(q, keys0, values0, bias, *chain_k, *chain_v)
+            h = h + att.out(y.view(b, att.n, t, att.d))
             h = h + layer.mlp(layer.post_attention_layernorm(h))
             yield h
 

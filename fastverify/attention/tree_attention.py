@@ -1,0 +1,46 @@
+"""tree_attention: the rows of each request's token tree against its paged prefix and their ancestors."""
+
+from functools import cache
+from typing import Optional
+
+import torch
+
+from .. import _ops
+
+
+@cache
+def _op(device: torch.device):
+    _ops.require_kernel("tree_attention", device)
+    return _ops.get("tree_attention")
+
+
+def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cu_nodes: torch.Tensor,
+                   prefix_len: torch.Tensor, page_table: torch.Tensor, *, mask: Optional[torch.Tensor] = None,
+                   row_base: int = 0, scale: Optional[float] = None, window: int = 0, softcap: float = 0.0,
+                   sinks: Optional[torch.Tensor] = None, k_scale: Optional[torch.Tensor] = None,
+                   v_scale: Optional[torch.Tensor] = None, schedule: Optional[torch.Tensor] = None,
+                   out: Optional[torch.Tensor] = None, lse: Optional[torch.Tensor] = None,
+                   workspace: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """Attention of q [R, Hq, D] (bf16|fp16|fp32, rows may be strided); returns out [R, Hq, D] in q's dtype.
+
+    k_cache, v_cache [pages, page_size, Hkv, D] bf16|fp16|fp32|fp8 e4m3: position p of request b is at page
+        page_table[b, p // page_size], offset p % page_size. Not changed.
+    cu_nodes int32 [B+1], prefix_len int32 [B], page_table int32 [B, P].
+    mask int64 [R, W]: row i sees forest column j (cache position prefix_len + j) iff bit j is set and
+        j < row_base + n; None: a chain, j <= row_base + i. row_base: forest column of a request's first row.
+    Every row also sees the whole prefix. window > 0 keeps the last `window` keys by depth, itself included: siblings
+    share a position. scale None: D ** -0.5. softcap > 0: s = softcap * tanh(s / softcap). sinks float32 [Hq]: one more
+    logit per head in the denominator. k_scale, v_scale float32 [1] or [Hkv] multiply K and V; None is 1.
+    lse float32 [R, Hq], written when given: natural log of the sum over keys, sinks excluded.
+    schedule: from prepare_tree; workspace: scratch of the CUDA kernel. The CPU kernel uses neither.
+
+    Padding rows and rows that see nothing: out 0, lse -inf. Slots that a row does not see never reach it, NaN or not.
+    On the CPU a row's bits depend on its own keys only, not on the batch, the page size or the thread count.
+    Errors: RuntimeError for shapes, dtypes, devices; on the CPU also for bad cu_nodes, prefix_len or page ids.
+    Cost: one read of the visible KV per 96 rows of a kv head. Graph-safe when out is given. Source: docs/algorithm.md.
+    """
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _op(q.device)(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, schedule, sinks, k_scale, v_scale, out,
+                  lse, workspace, row_base, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
+    return out

@@ -1,0 +1,179 @@
+"""The dense Llama-family decoder over the paged KV cache: one class for plain decoding, prefill and tree verification."""
+
+from dataclasses import dataclass
+from typing import Optional, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from ..attention.rope_append import rope_append
+from ..attention.tree_attention import tree_attention
+from .batch import ForwardBatch, KVCache
+from .config import LoadError, ModelConfig
+
+
+class TensorSource(Protocol):
+    """Where weights come from: a checkpoint that answers by Hugging Face tensor names."""
+
+    def shapes(self) -> dict:
+        """{name: shape} of every tensor of the checkpoint."""
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        """Copies the tensor `name` into `out` (same shape), converting dtype and device."""
+
+
+@dataclass
+class Layer:
+    """Weights of one decoder layer; [out, in] matrices as F.linear takes them, biases None where the family has none."""
+
+    input_norm: torch.Tensor            # [H]
+    qkv: torch.Tensor                   # [(Hq + 2 Hkv) D, H]: q rows, then k, then v
+    qkv_bias: Optional[torch.Tensor]
+    q_norm: Optional[torch.Tensor]      # [D]
+    k_norm: Optional[torch.Tensor]      # [D]
+    o: torch.Tensor                     # [H, Hq D]
+    o_bias: Optional[torch.Tensor]
+    post_norm: torch.Tensor             # [H]
+    gate_up: torch.Tensor               # [2 I, H]: gate rows, then up
+    gate_up_bias: Optional[torch.Tensor]
+    down: torch.Tensor                  # [H, I]
+    down_bias: Optional[torch.Tensor]
+
+
+class LlamaModel:
+    """Llama 2/3, SmolLM2, Mistral without windows, Qwen2/2.5 and Qwen3 decoders. Made by load_target; weights are fixed.
+
+    config          ModelConfig
+    embed_weight    [V, H], lm_head_weight [V, H] (the same tensor when the head is tied)
+    cos_sin         float32 [max_position, D], the table of rope_append
+    dtype, device   of weights, hidden states and KV cache
+    """
+
+    def __init__(self, config: ModelConfig, embed_weight: torch.Tensor, layers: list, norm: torch.Tensor,
+                 lm_head_weight: torch.Tensor) -> None:
+        self.config = config
+        self.embed_weight, self.layers, self.norm, self.lm_head_weight = embed_weight, layers, norm, lm_head_weight
+        self.dtype, self.device = embed_weight.dtype, embed_weight.device
+        self.cos_sin = config.rope.cos_sin(config.head_dim, config.max_position).to(self.device)
+
+    def make_cache(self, num_pages: int, page_size: int) -> KVCache:
+        """A zeroed paged cache of this model's shape, dtype and device."""
+        c = self.config
+        return KVCache(c.num_layers, num_pages, page_size, c.num_kv_heads, c.head_dim, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: KVCache, aux_layers: tuple = ()) -> tuple:
+        """One forward of R rows. Writes their K and V to `cache`; returns (hidden [R, H] after the final norm, aux).
+
+        aux is [R, len(aux_layers) * H], or None without aux_layers: the residual stream BEFORE layer i for each i in the
+        order given; i == num_layers is the stream after the last layer, before the final norm.
+
+        Token ids must lie in [0, V), those of padding rows too (their hidden rows are finite and mean nothing).
+        Errors: ValueError for an aux layer out of range; the ops' own errors for the rest. Cost: every weight is read
+        once. Reads no device value on the host; allocates temporaries of R rows only.
+        """
+        c = self.config
+        h = F.embedding(batch.tokens, self.embed_weight)
+        rows, size, eps = h.shape[0], (c.hidden_size,), c.rms_norm_eps
+        heads, width = (c.num_heads, c.num_kv_heads, c.num_kv_heads), c.intermediate_size
+        aux = self._aux_buffer(rows, aux_layers)
+        for i, w in enumerate(self.layers):
+            self._keep_aux(aux, aux_layers, i, h)
+            qkv = F.linear(F.rms_norm(h, size, w.input_norm, eps), w.qkv, w.qkv_bias)
+            q, k, v = qkv.view(rows, -1, c.head_dim).split(heads, dim=1)
+            k_cache, v_cache = cache.k[i], cache.v[i]
+            rope_append(q, k, v, batch.positions, batch.slots, self.cos_sin, k_cache, v_cache, q_norm=w.q_norm,
+                        k_norm=w.k_norm, eps=eps)
+            a = tree_attention(q, k_cache, v_cache, batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
+                               row_base=batch.row_base, schedule=batch.schedule)
+            _add_linear(h, a.view(rows, -1), w.o, w.o_bias)
+            gate_up = F.linear(F.rms_norm(h, size, w.post_norm, eps), w.gate_up, w.gate_up_bias)
+            x = F.silu(gate_up[:, :width], inplace=True).mul_(gate_up[:, width:])
+            _add_linear(h, x, w.down, w.down_bias)
+        self._keep_aux(aux, aux_layers, c.num_layers, h)
+        return F.rms_norm(h, size, self.norm, eps), aux
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] as forward returns it -> logits [R, V] in the model's dtype."""
+        return F.linear(hidden, self.lm_head_weight)
+
+    def _aux_buffer(self, rows: int, aux_layers: tuple) -> Optional[torch.Tensor]:
+        if not aux_layers:
+            return None
+        if not all(0 <= i <= self.config.num_layers for i in aux_layers):
+            raise ValueError(f"forward: aux_layers must be in 0..{self.config.num_layers}; got {tuple(aux_layers)}. "
+                             "Fix: give ids in the input convention (before layer i).")
+        return torch.empty(rows, len(aux_layers) * self.config.hidden_size, dtype=self.dtype, device=self.device)
+
+    def _keep_aux(self, aux: Optional[torch.Tensor], aux_layers: tuple, layer: int, h: torch.Tensor) -> None:
+        if layer in aux_layers:
+            for slot, wanted in enumerate(aux_layers):
+                if wanted == layer:
+                    aux[:, slot * h.shape[1] : (slot + 1) * h.shape[1]].copy_(h)
+
+
+def _add_linear(h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> None:
+    """h += x @ weight.T (+ bias), in place: residual and product in one call."""
+    h.addmm_(x, weight.t())
+    if bias is not None:
+        h.add_(bias)
+
+
+def build(config: ModelConfig, source: TensorSource, dtype: torch.dtype, device: "torch.device | str") -> LlamaModel:
+    """Reads every weight of `config` from `source`, merging q/k/v and gate/up. LoadError lists what does not fit."""
+    _check_tensors(config, source)
+    kw = dict(dtype=dtype, device=device)
+
+    def load(*names: str) -> torch.Tensor:
+        """The named tensors stacked along their first dimension."""
+        shapes = [wanted[n] for n in names]
+        out = torch.empty(sum(s[0] for s in shapes), *shapes[0][1:], **kw)
+        for name, part in zip(names, out.split([s[0] for s in shapes])):
+            source.read(name, part)
+        return out
+
+    def layer(i: int) -> Layer:
+        p = f"model.layers.{i}."
+        q, k, v = (f"{p}self_attn.{x}_proj." for x in "qkv")
+        o, gate, up, down = (p + x for x in ("self_attn.o_proj.", "mlp.gate_proj.", "mlp.up_proj.", "mlp.down_proj."))
+        return Layer(
+            input_norm=load(p + "input_layernorm.weight"),
+            qkv=load(q + "weight", k + "weight", v + "weight"),
+            qkv_bias=load(q + "bias", k + "bias", v + "bias") if config.qkv_bias else None,
+            q_norm=load(p + "self_attn.q_norm.weight") if config.qk_norm else None,
+            k_norm=load(p + "self_attn.k_norm.weight") if config.qk_norm else None,
+            o=load(o + "weight"), o_bias=load(o + "bias") if config.o_bias else None,
+            post_norm=load(p + "post_attention_layernorm.weight"),
+            gate_up=load(gate + "weight", up + "weight"),
+            gate_up_bias=load(gate + "bias", up + "bias") if config.mlp_bias else None,
+            down=load(down + "weight"), down_bias=load(down + "bias") if config.mlp_bias else None)
+
+    wanted = config.tensors()
+    with torch.no_grad():
+        embed = load("model.embed_tokens.weight")
+        head = embed if config.tie_word_embeddings else load("lm_head.weight")
+        return LlamaModel(config, embed, [layer(i) for i in range(config.num_layers)], load("model.norm.weight"), head)
+
+
+def _check_tensors(config: ModelConfig, source: TensorSource) -> None:
+    wanted, found = config.tensors(), source.shapes()
+    ignored = {n for n in found if n.endswith(".rotary_emb.inv_freq")}  # recomputed from the config
+    if config.tie_word_embeddings:
+        ignored.add("lm_head.weight")  # a tied head is the embedding, whatever a copy in the file says
+    problems = []
+    for kind, names in (("missing", wanted.keys() - found.keys()), ("unexpected", found.keys() - wanted.keys() - ignored)):
+        if names:
+            problems.append(f"{len(names)} {kind} ({_some(sorted(names))})")
+    wrong = [f"{n} {list(found[n])} instead of {list(wanted[n])}"
+             for n in wanted if n in found and tuple(found[n]) != tuple(wanted[n])]
+    if wrong:
+        problems.append(f"{len(wrong)} of another shape ({_some(wrong)})")
+    if problems:
+        raise LoadError(f"load_target: the checkpoint must hold exactly the {len(wanted)} tensors of its "
+                        f"{config.architecture} config; got {'; '.join(problems)}. "
+                        "Fix: use a complete checkpoint of this architecture.")
+
+
+def _some(items: list, limit: int = 4) -> str:
+    return ", ".join(items[:limit]) + (f", and {len(items) - limit} more" if len(items) > limit else "")

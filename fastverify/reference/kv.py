@@ -1,0 +1,45 @@
+"""Oracle of the kv stage: compact_kv, one row at a time."""
+
+__all__ = ["compact_kv"]
+
+
+def accepted_nodes(path: list, count: int, nodes) -> list:
+    """The usable head of one path: at most `count` entries, strictly increasing, in [0, nodes)."""
+    kept = []
+    for node in path[: max(count, 0)]:
+        if node <= (kept[-1] if kept else -1) or (nodes is not None and node >= nodes):
+            break
+        kept.append(node)
+    return kept
+
+
+def compact_kv(k_cache, v_cache, path, num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out) -> None:
+    """Row path[b,i] -> i of every request, every layer; aux rows gathered flat. See csrc/ops.cpp."""
+    page_size = k_cache.shape[2]
+    cu = None if cu_nodes is None else cu_nodes.tolist()
+    paths = [
+        accepted_nodes(p, n, None if cu is None else cu[b + 1] - cu[b])
+        for b, (p, n) in enumerate(zip(path.tolist(), num_tokens_out.tolist()))
+    ]
+    for b, nodes in enumerate(paths):
+        base = int(prefix_len[b])
+        for i, node in enumerate(nodes):
+            if node == i:
+                continue
+            src, dst = base + node, base + i
+            src_page, dst_page = int(page_table[b, src // page_size]), int(page_table[b, dst // page_size])
+            for cache in (k_cache, v_cache):
+                if cache is not None:
+                    cache[:, dst_page, dst % page_size] = cache[:, src_page, src % page_size]
+    offset = 0
+    if cu_out is not None:
+        cu_out.zero_()
+    if aux_out is not None:
+        aux_out.zero_()
+    for b, nodes in enumerate(paths):
+        if aux is not None:
+            for i, node in enumerate(nodes):
+                aux_out[offset + i] = aux[cu[b] + node]
+        offset += len(nodes)
+        if cu_out is not None:
+            cu_out[b + 1] = offset
