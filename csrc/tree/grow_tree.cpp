@@ -98,10 +98,12 @@ void grow_tree_cpu(
     check_tensor(kOp, "next_tokens", next_tokens, {ScalarType::Int}, {beam}, like);
     check_tensor(kOp, "next_positions", next_positions, {ScalarType::Int}, {beam}, like);
     check_tensor(kOp, "next_hidden", next_hidden, {hidden.scalar_type()}, {beam, hidden.size(1)}, like);
-    FV_CHECK(pool >= pool_end(level, k), kOp, ": pool_scores must be at least ", pool_end(level, k), " entries wide at level ",
-             level, " with k ", k, "; got ", pool, ". Fix: allocate k + (levels-1)*k*k entries per request.");
-    FV_CHECK(words <= kMaxMaskWords && 64 * words >= columns, kOp, ": mask must be ", (columns + 63) / 64, "..", kMaxMaskWords,
-             " words wide at level ", level, " with k ", k, "; got ", words, ". Fix: allocate ceil(levels*k/64) words per row.");
+    FV_CHECK(pool >= pool_end(level, k), kOp, ": pool_scores must be at least ", pool_end(level, k),
+             " entries wide at level ", level, " with k ", k, "; got ", pool,
+             ". Fix: allocate k + (levels-1)*k*k entries per request.");
+    FV_CHECK(words <= kMaxMaskWords && 64 * words >= columns, kOp, ": mask must be ", (columns + 63) / 64, "..",
+             kMaxMaskWords, " words wide at level ", level, " with k ", k, "; got ", words,
+             ". Fix: allocate ceil(levels*k/64) words per row.");
     FV_CHECK(beam == 0 || hidden.size(1) == 0 || hidden.const_data_ptr() != next_hidden.const_data_ptr(), kOp,
              ": next_hidden must be another buffer than hidden; got the same one. Fix: use two buffers in turn.");
 
