@@ -132,7 +132,8 @@ def _rope(flat: dict, origin: dict) -> tuple:
         raise error("the draft's RoPE must be one that targets have too", got, fix.rstrip(".")) from exc
     except (TypeError, ValueError) as exc:
         raise error("rope_scaling and rope_theta in config.json must be an object and a number",
-                    f"{flat.get('rope_scaling')!r} and {flat.get('rope_theta')!r}", "use the config.json that came with the weights") from exc
+                    f"{flat.get('rope_scaling')!r} and {flat.get('rope_theta')!r}",
+                    "use the config.json that came with the weights") from exc
     nested = flat.get("rope_parameters") or {}
     if "rope_theta" in nested:
         theta = "config rope_parameters.rope_theta"
