@@ -155,7 +155,7 @@ def prepare_tree(parents, cu_nodes, prefix_len, page_table, mask, depth, positio
             if not -1 <= parent < i:
                 flag, parent = flag | BAD_TREE, -1
             up: Optional[tuple] = tree[parent] if parent >= 0 else None
-            own = 1 << (row_base + i)
+            own = 1 << (row_base + i) if mask is not None else 0
             tree.append((parent, up[1] + 1 if up else 0, (up[2] if up else 0) | own))
         for i, (parent, node_depth, bits) in enumerate(tree):
             row = start + i
