@@ -131,9 +131,9 @@ def test_accepted_pairs_replace_drafted_kv(draft, rng):
     last = run.extend([tokens[8:]], [aux[8:]])
     fresh = Run(draft, 1, 40, rng, page_size=7)
     want = fresh.extend([tokens], [aux])
-    assert torch.equal(last, want)
+    assert close(last, want, 1e-5)
     for a, b in zip(run.kv(0, 12), fresh.kv(0, 12)):
-        assert torch.equal(a, b)
+        assert close(a, b, 1e-5)
 
 
 def test_not_rewriting_the_accepted_pairs_is_seen(draft, golden, rng):
