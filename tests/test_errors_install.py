@@ -111,8 +111,9 @@ def test_no_torch_at_all(tmp_path):
 
     links = tmp_path / "links"
     links.mkdir()
-    for name in ("setuptools", "_distutils_hack"):
-        (links / name).symlink_to(Path(setuptools.__file__).parents[1] / name)
+    site = Path(setuptools.__file__).parents[1]
+    for source in (*site.glob("setuptools*"), site / "_distutils_hack"):
+        (links / source.name).symlink_to(source)
     done = subprocess.run([str(tmp_path / "venv/bin/python"), "-s", str(ROOT / "setup.py"), "-q", "build_ext"], cwd=ROOT,
                           env=os.environ | {"PYTHONPATH": str(links)}, capture_output=True, text=True)
     last = done.stderr.rstrip().splitlines()[-1]
