@@ -13,6 +13,12 @@ try:
 except ImportError as exc:
     _load_error = exc
 
+# Both are filled once, so that looking up an op is a dictionary read that torch.compile can trace.
+_NAMES = [n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if n.startswith("fastverify::")]
+_OVERLOADS = {name: getattr(torch.ops.fastverify, name).default for name in _NAMES}
+_KERNELS = {(name, kind) for name in _NAMES for kind in ("cpu", "cuda")
+            if torch._C._dispatch_has_kernel_for_dispatch_key(f"fastverify::{name}", kind.upper())}
+
 
 def build_info() -> dict:
     """What was built (version, git, torch headers, CUDA, architectures); {} for a source tree that was never built."""
@@ -32,18 +38,15 @@ def _raise_not_loaded() -> None:
 
 
 def get(name: str):
-    """The overload object `torch.ops.fastverify.<name>.default` (cache it: a look-up costs more than a small op)."""
+    """The overload object `torch.ops.fastverify.<name>.default`."""
     if _load_error is not None:
         _raise_not_loaded()
-    return getattr(torch.ops.fastverify, name).default
+    return _OVERLOADS[name]
 
 
 def has_kernel(name: str, device_type: str) -> bool:
     """True if op `name` has a kernel for "cpu" or "cuda" in this install."""
-    if _load_error is not None:
-        return False
-    key = {"cpu": "CPU", "cuda": "CUDA"}[device_type]
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"fastverify::{name}", key)
+    return _load_error is None and (name, device_type) in _KERNELS
 
 
 def require_kernel(name: str, device: torch.device) -> None:

@@ -15,7 +15,6 @@ constexpr int kLanes = 16;      // floats of one vector
 constexpr int kTileKeys = 64;   // keys of one KV tile
 
 typedef float Vec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t VecInt __attribute__((vector_size(64), aligned(4), may_alias));
 typedef float Vec4 __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t Vec4Int __attribute__((vector_size(16)));
 
@@ -105,14 +104,29 @@ FV_CLONES static void transpose_tile(const float* src, int count, int ld, float*
 // exp(x) for x <= 0 through the 2^t polynomial of numeric.h (relative error < 2^-22 for x > -20, 0 below -87).
 FV_HD float exp_nonpositive(float x) { return exp2_exact(x * kLog2E); }
 
+// Maximum (NaN may be passed over) and sum of one row of a tile, pairwise in a fixed order.
+FV_HD float greater(float a, float b) { return a > b ? a : b; }
+FV_HD float tile_max(const float* s) {
+    float lane[kLanes];
+    for (int j = 0; j < kLanes; ++j) lane[j] = greater(greater(s[j], s[16 + j]), greater(s[32 + j], s[48 + j]));
+    for (int j = 0; j < 8; ++j) lane[j] = greater(lane[j], lane[j + 8]);
+    for (int j = 0; j < 4; ++j) lane[j] = greater(lane[j], lane[j + 4]);
+    return greater(greater(lane[0], lane[1]), greater(lane[2], lane[3]));
+}
+FV_HD float tile_sum(const float* s) {
+    float lane[kLanes];
+    for (int j = 0; j < kLanes; ++j) lane[j] = (s[j] + s[16 + j]) + (s[32 + j] + s[48 + j]);
+    for (int j = 0; j < 8; ++j) lane[j] += lane[j + 8];
+    for (int j = 0; j < 4; ++j) lane[j] += lane[j + 4];
+    return (lane[0] + lane[1]) + (lane[2] + lane[3]);
+}
+
 // One online-softmax step over a tile of scores s [m, 64], row r seeing keys [low[r], high[r]): s becomes the
 // weights exp(s - max) (0 outside), maximum and sum are updated, o [m, width] is rescaled to the new maximum.
 FV_CLONES static void softmax_tile(float* s, int m, const int32_t* low, const int32_t* high, float softcap, float* maximum,
                             float* sum, float* o, int ldo) {
-    constexpr int kVecs = kTileKeys / kLanes;
+    static_assert(kTileKeys == 64 && kLanes == 16);
     const float inf = __builtin_inff();
-    VecInt iota;
-    for (int j = 0; j < kLanes; ++j) iota[j] = j;
     for (int r = 0; r < m; ++r, s += kTileKeys) {
         if (low[r] >= high[r]) continue;
         if (softcap > 0.0f) {  // softcap * tanh(s / softcap), tanh from exp(-2|x|)
@@ -123,27 +137,14 @@ FV_CLONES static void softmax_tile(float* s, int m, const int32_t* low, const in
                 s[c] = softcap * __builtin_copysignf((1.0f - t) / (1.0f + t), x);
             }
         }
-        Vec best = {};
-        best -= inf;
-        for (int i = 0; i < kVecs; ++i) {
-            const VecInt key = iota + i * kLanes;
-            const VecInt seen = (key >= low[r]) & (key < high[r]);
-            const Vec x = vec(s + i * kLanes);
-            const Vec masked = seen ? x : Vec{} - inf;
-            vec(s + i * kLanes) = masked;
-            best = masked > best ? masked : best;
-        }
-        float top = maximum[r];
-        for (int j = 0; j < kLanes; ++j) top = best[j] > top ? best[j] : top;
+        for (int c = 0; c < low[r]; ++c) s[c] = -inf;
+        for (int c = high[r]; c < kTileKeys; ++c) s[c] = -inf;
+        const float top = greater(tile_max(s), maximum[r]);
         const float shift = top == -inf ? 0.0f : top;  // nothing finite yet: all weights are exp(-inf) = 0
         for (int c = 0; c < kTileKeys; ++c) s[c] = exp_nonpositive(s[c] - shift);
-        Vec total = {};
-        for (int i = 0; i < kVecs; ++i) total += vec(s + i * kLanes);
-        float t = 0.0f;
-        for (int j = 0; j < kLanes; ++j) t += total[j];
         const float alpha = exp_nonpositive(maximum[r] - shift);
         maximum[r] = top;
-        sum[r] = sum[r] * alpha + t;
+        sum[r] = sum[r] * alpha + tile_sum(s);
         if (alpha != 1.0f) {
             for (int j = 0; j < ldo; ++j) o[static_cast<int64_t>(r) * ldo + j] *= alpha;
         }

@@ -1,0 +1,33 @@
+"""draft_topk: the k best children of every draft row as log-probabilities."""
+
+from typing import Optional
+
+import torch
+
+from .. import _ops
+
+
+def draft_topk(logits: torch.Tensor, k: Optional[int] = None, d2t: Optional[torch.Tensor] = None,
+               cu_nodes: Optional[torch.Tensor] = None, values: Optional[torch.Tensor] = None,
+               tokens: Optional[torch.Tensor] = None) -> tuple:
+    """Top k of log_softmax(logits) per row, descending; equal logits: lower draft id first.
+
+    logits    float32|float16|bfloat16 [R, Vd], any row stride; NaN, +inf and -inf count as -inf
+    k         1 <= k <= min(64, Vd); may be left out when `values` is given
+    d2t       int64 [Vd] offsets: target id = draft id + d2t[draft id]; None: draft ids are target ids
+    cu_nodes  int32 [B+1]: rows >= cu_nodes[B] are padding (values 0, tokens 0); None: all rows count
+    values    float32 [R, k], written: x - max - log(sum of exp(x - max)) in the exact arithmetic of
+              csrc/algo/numeric.h, so CPU and GPU agree bit for bit; -inf entries keep value -inf and their id
+    tokens    int32 [R, k], written: ids of the target vocabulary
+
+    Returns (values, tokens); allocates those not given. Errors: RuntimeError on a wrong shape, dtype or device.
+    Cost: reads R * Vd logits once. Graph-safe when both outputs are given. Source: csrc/tree/draft_topk.cpp.
+    """
+    if values is None:
+        width = k if tokens is None else tokens.size(1)
+        values = torch.empty(logits.size(0), width, dtype=torch.float32, device=logits.device)
+    if tokens is None:
+        tokens = torch.empty(values.shape, dtype=torch.int32, device=logits.device)
+    _ops.require_kernel("draft_topk", logits.device)
+    _ops.get("draft_topk")(logits, d2t, cu_nodes, values, tokens)
+    return values, tokens

@@ -1,0 +1,85 @@
+"""lm_head_verify_tree: the float64 product and walk, and equality with verify_tree on the same logits."""
+
+import pytest
+import torch
+
+from cases import verify_case
+from conftest import positional, run_op
+from fastverify import _ops
+from fastverify.reference.accept import verify_margin
+
+
+def head_case(rng, h: int = 24, dtype=torch.float32, weight_dtype=None, **kw) -> dict:
+    case = verify_case(rng, dtype=torch.float32, **kw)
+    rows, vocab = case.pop("logits").shape[0], case["vocab_size"]
+    hidden = torch.randn(rows, h, generator=rng)
+    weight = torch.randn(vocab + 3, h, generator=rng) / h**0.5 * 2.5
+    hidden[int(case["cu_nodes"][-1]):] = float("nan")  # padding rows are never read
+    case["hidden"], case["weight"] = hidden.to(dtype), weight.to(weight_dtype or dtype)
+    return case
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature,filters,extras,logprobs", [(0.0, False, False, False), (0.9, False, True, False),
+                                                                (0.8, True, True, False), (0.9, False, False, True)])
+def test_equals_oracle(backend, rng, dtype, temperature, filters, extras, logprobs):
+    close = total = 0
+    for i in range(25):
+        case = head_case(rng, h=[16, 24, 100, 576][i % 4], dtype=dtype, batch=1 + i % 4, nodes=1 + i % 9,
+                         vocab=[7, 255, 256, 777][i % 4], temperature=temperature, filters=filters, extras=extras,
+                         logprobs=logprobs, agree=0.0)
+        want = {k: v.clone() for k, v in case.items() if isinstance(v, torch.Tensor)}
+        merged = {**case, **want, "logits": case["hidden"].double() @ case["weight"].double().T}
+        margins = torch.tensor(verify_margin(*positional("verify_tree", **{k: v for k, v in merged.items() if k not in ("hidden", "weight")})))
+        got = run_op(backend, "lm_head_verify_tree", **case)
+        clear = margins > 1e-4
+        close, total = close + int((~clear).sum()), total + len(clear)
+        for name, value in got.items():
+            assert torch.allclose(value[clear].double(), want[name][clear].double(), rtol=1e-4, atol=1e-4), name
+    assert close <= 0.1 * total
+
+
+def test_deep_walks_equal_verify_tree_on_exact_logits(backend, rng):
+    """Small-integer operands make the product exact, so tokens must equal verify_tree's bit for bit."""
+    for i in range(30):
+        case = head_case(rng, h=16, batch=4, nodes=9, vocab=300, temperature=[0.0, 0.9][i % 2], filters=i % 3 == 0)
+        case["hidden"] = torch.randint(-3, 4, case["hidden"].shape, generator=rng).float()
+        case["weight"] = torch.randint(-3, 4, case["weight"].shape, generator=rng).float() / 4
+        logits = case["hidden"] @ case["weight"].T
+        base = 0
+        for lo, hi in zip(case["cu_nodes"].tolist(), case["cu_nodes"].tolist()[1:]):
+            for r in range(lo + 1, hi):  # children that the target likes
+                case["tokens"][r] = logits[lo + int(case["parents"][r]), :300].topk(3).indices[r % 3]
+            base = hi
+        assert base <= logits.shape[0]
+        rest = {k: v for k, v in case.items() if k not in ("hidden", "weight")}
+        want = run_op(backend, "verify_tree", logits=logits, **rest)
+        got = run_op(backend, "lm_head_verify_tree", **case)
+        for name in want:
+            assert torch.equal(got[name], want[name]), name
+
+
+def test_mixed_weight_dtype_and_stride(backend, rng):
+    case = head_case(rng, h=32, batch=2, nodes=4, vocab=90, weight_dtype=torch.bfloat16)
+    wide = torch.full((93, 40), float("nan"), dtype=torch.bfloat16)
+    wide[:, :32] = case["weight"]
+    a = run_op(backend, "lm_head_verify_tree", **case)
+    b = run_op(backend, "lm_head_verify_tree", **{**case, "weight": wide[:, :32]})
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize("over,message", [
+    (dict(weight=torch.zeros(14, 23)), r"lm_head_verify_tree: weight must be .* \[any, 24\] on cpu; got float32 \[14, 23\]"),
+    (dict(vocab_size=15), "lm_head_verify_tree: vocab_size must be at most the weight's 14 rows; got 15. Fix: "),
+    (dict(hidden=torch.zeros(9, 24, dtype=torch.float64)), "lm_head_verify_tree: hidden must be .* got float64"),
+])
+def test_bad_arguments_raise_in_words(rng, over, message):
+    case = head_case(rng, batch=2, nodes=4, vocab=11, fixed_nodes=True)
+    with pytest.raises(RuntimeError, match=message):
+        _ops.get("lm_head_verify_tree")(*positional("lm_head_verify_tree", **{**case, **over}))
+
+
+def test_opcheck(rng):
+    case = head_case(rng, batch=2, nodes=3, vocab=20, temperature=0.9, extras=True)
+    torch.library.opcheck(_ops.get("lm_head_verify_tree"), positional("lm_head_verify_tree", **case))
