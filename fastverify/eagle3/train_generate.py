@@ -22,7 +22,7 @@ class Generator:
     """Generates replies for batches of prompts. ``rows`` is the batch size at short context; long prompts use fewer."""
 
     def __init__(self, net: TargetLlama, eos: list[int], rows: int = 2048, min_p: float = 0.05, seed: int = 0,
-                 cache_bytes: float = 70e9, step: int = 128, fused: bool = True):
+                 cache_bytes: float = 70e9, step: int = 128, fused: bool = False):
         self.fused = fused
         self.net, self.eos, self.rows, self.min_p, self.step = net, eos, rows, min_p, step
         self.device, self.dtype = net.norm.weight.device, net.norm.weight.dtype

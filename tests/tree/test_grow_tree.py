@@ -43,6 +43,7 @@ def both(backend: str, state: DraftState, level: int, **args) -> DraftState:
 def test_levels_match_the_oracle(backend, rng, dtype, batch, k, levels, hidden):
     state = poisoned(batch, k, levels, hidden, dtype)
     active = torch.randint(0, 4, (batch,), generator=rng, dtype=torch.int32).clamp_(max=1)
+    active[batch // 2] = 1
     prefix = torch.randint(0, 500, (batch,), generator=rng, dtype=torch.int32)
     for level in range(levels):
         rows = batch if level == 0 else batch * k
