@@ -136,6 +136,14 @@ def test_strictly_lower_tree_columns_are_masked_too(backend, rng):
     assert torch.allclose(run(backend, case)["lse"][1:n], torch.tensor(math.log(42)), atol=1e-6)
 
 
+@pytest.mark.parametrize("window", [0, 8])
+def test_rows_of_very_different_depth(backend, rng, window):
+    """A path of 1100 nodes, then children of the root: neighbours whose keys lie in different chunks, or none in most."""
+    case = attention_case(rng, [1103], [2], 16, 1, 1, 8, window=window, padding=0)
+    case["mask"] = mask_words([-1, *range(1099), 0, 0, 0], 18)
+    compare(backend, case)
+
+
 def test_requests_do_not_share_trees(backend, rng):
     """Two requests with different parents: each row equals that of its request alone."""
     case = attention_case(rng, [12, 12], [20, 20], 16)
