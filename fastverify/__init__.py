@@ -1,5 +1,32 @@
 """fastverify: the verify step of speculative decoding as fused torch ops. Importing it touches no CUDA."""
 
+import importlib
+
 from ._version import __version__
 
-__all__ = ["__version__"]
+_WHERE = {  # public name -> module
+    "draft_topk": "tree", "grow_tree": "tree", "build_tree": "tree", "prepare_tree": "tree", "Tree": "tree",
+    "Prepared": "tree", "DraftState": "tree", "NgramDrafter": "tree",
+    "rope_append": "attention.rope_append", "tree_attention": "attention.tree_attention",
+    "Rule": "accept.rule", "Flag": "accept.rule", "Sampling": "accept.verify_tree", "Verified": "accept.verify_tree",
+    "verify_tree": "accept.verify_tree", "lm_head_verify_tree": "accept.lm_head_verify_tree",
+    "verify_tree_partials": "accept.verify_tree_partials", "partial_words": "accept.verify_tree_partials",
+    "verify_tree_combine": "accept.verify_tree_combine", "verify_tree_sharded": "accept.verify_tree_combine",
+    "compact_kv": "kv.compact_kv", "VerifyPlan": "plan", "ForwardBatch": "models.batch", "KVCache": "models.batch",
+    "load_target": "models.load", "load_tokenizer": "models.load", "load_draft": "eagle3.checkpoint",
+    "Decoder": "eagle3.decode", "SamplingParams": "eagle3.decode",
+}
+__all__ = ["__version__", *sorted(_WHERE)]
+
+
+def __getattr__(name: str):
+    """Public names are imported when first used, so that `import fastverify` stays cheap."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'fastverify' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return __all__

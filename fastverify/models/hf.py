@@ -69,7 +69,7 @@ def parse_config(d: dict, generation: "dict | None" = None) -> ModelConfig:
         architecture=arch, num_layers=d["num_hidden_layers"], hidden_size=d["hidden_size"],
         intermediate_size=d["intermediate_size"], vocab_size=d["vocab_size"], num_heads=heads,
         num_kv_heads=d.get("num_key_value_heads") or heads, head_dim=head_dim, max_position=d["max_position_embeddings"],
-        rms_norm_eps=float(d.get("rms_norm_eps", 1e-6)), rope=_parse_rope(d),
+        rms_norm_eps=float(d.get("rms_norm_eps", 1e-6)), rope=parse_rope(d),
         tie_word_embeddings=bool(d.get("tie_word_embeddings", False)), qkv_bias=bias or arch == "qwen2",
         o_bias=bias and arch != "qwen2", mlp_bias=bool(d.get("mlp_bias", False)) and arch == "llama",
         qk_norm=arch == "qwen3", bos_id=d.get("bos_token_id"),
@@ -88,7 +88,8 @@ def _refuse_windows(arch: str, d: dict) -> None:
         refuse(f"a sliding window of {window} tokens below its context of {d['max_position_embeddings']}")
 
 
-def _parse_rope(d: dict) -> Rope:
+def parse_rope(d: dict) -> Rope:
+    """The RoPE of a config.json, transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters) forms; drafts use it too."""
     r = dict(d.get("rope_parameters") or d.get("rope_scaling") or {})
     if any(isinstance(v, dict) for v in r.values()):
         refuse("rope_parameters that differ between layer types")

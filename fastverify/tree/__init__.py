@@ -3,6 +3,7 @@
 from .build_tree import Tree, build_tree
 from .draft_topk import draft_topk
 from .grow_tree import DraftState, grow_tree
+from .ngram import NgramDrafter
 from .prepare_tree import Prepared, prepare_tree
 
-__all__ = ["DraftState", "Prepared", "Tree", "build_tree", "draft_topk", "grow_tree", "prepare_tree"]
+__all__ = ["DraftState", "NgramDrafter", "Prepared", "Tree", "build_tree", "draft_topk", "grow_tree", "prepare_tree"]

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# test.sh: sdist -> wheel (once) -> fresh venv -> pytest on the installed wheel. Reads PYTHON, TORCH, PYTEST_ARGS.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+work=$PWD/build/test
+rm -rf "$work"
+mkdir -p "$work/source"
+start=$SECONDS
+"${PYTHON:-python3}" -m venv "$work/venv"
+python=$work/venv/bin/python
+bash .ci/install_torch.sh "$python" "${TORCH:-}"
+"$python" -m pip --disable-pip-version-check install -q 'setuptools>=77' cmake ninja pybind11
+echo "environment: $((SECONDS - start)) s"
+
+start=$SECONDS
+"$python" setup.py -q sdist -d "$work" 2>"$work/sdist.log" || { cat "$work/sdist.log"; exit 1; }
+tar xzf "$work"/fastverify-*.tar.gz -C "$work/source" --strip-components 1
+(cd "$work/source" && "$python" -m pip --disable-pip-version-check wheel -v --no-build-isolation --no-deps -w "$work" .)
+echo "build: $((SECONDS - start)) s, $(du -h "$work"/fastverify-*.whl | cut -f1) wheel"
+
+start=$SECONDS
+"$python" -m pip --disable-pip-version-check install -q "$(echo "$work"/fastverify-*.whl)[dev]"
+touch "$work"/venv/.{torch,installed,dev}  # what make looks at: `make sanitize VENV=build/test/venv` may use it
+echo "install: $((SECONDS - start)) s"
+# shellcheck disable=SC2086
+exec bash .ci/run_tests.sh "$python" "$work/source" "$work/run" tests ${PYTEST_ARGS:-}

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// fastverify._comm: the control plane of the communicators. Plain C++, no tensors, no torch, no CUDA headers.
+// Everything it returns is a plain dict; None stands for "not known here".
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "nccl.h"
+#include "topology.h"
+
+namespace py = pybind11;
+
+namespace fv::comm {
+namespace {
+
+py::object text_or_none(const std::string& s) { return s.empty() ? py::object(py::none()) : py::object(py::str(s)); }
+template <class T>
+py::object positive_or_none(T v) { return v > 0 ? py::object(py::int_(v)) : py::object(py::none()); }
+py::object index_or_none(int v) { return v >= 0 ? py::object(py::int_(v)) : py::object(py::none()); }
+
+py::object cuda_version_text(int code) {  // 13000 -> "13.0"
+    if (code <= 0) return py::none();
+    return py::str(std::to_string(code / 1000) + "." + std::to_string(code % 1000 / 10));
+}
+
+py::dict link_dict(const Link& link) {
+    py::dict d;
+    d["gen"] = positive_or_none(link.gen);
+    d["width"] = positive_or_none(link.width);
+    d["max_gen"] = positive_or_none(link.max_gen);
+    d["max_width"] = positive_or_none(link.max_width);
+    return d;
+}
+
+py::dict gpu_dict(const Gpu& gpu) {
+    py::dict d;
+    d["bus_id"] = gpu.pci.bus_id;
+    d["name"] = text_or_none(gpu.driver.name);
+    d["uuid"] = text_or_none(gpu.driver.uuid);
+    d["compute_capability"] =
+        gpu.driver.major > 0 ? py::object(py::make_tuple(gpu.driver.major, gpu.driver.minor)) : py::object(py::none());
+    d["memory_bytes"] = positive_or_none(gpu.driver.memory_bytes);
+    d["link"] = link_dict(gpu.pci.link);
+    d["numa_node"] = index_or_none(gpu.pci.numa_node);
+    d["cpus"] = gpu.pci.cpus;
+    d["host_bridge"] = text_or_none(gpu.pci.host_bridge);
+    d["bridges"] = gpu.pci.bridges;
+    d["iommu_group"] = index_or_none(gpu.pci.iommu_group);
+    d["iommu_type"] = text_or_none(gpu.pci.iommu_type);
+    return d;
+}
+
+py::dict driver_dict(const DriverReport& report) {
+    py::dict d;
+    d["source"] = text_or_none(report.source);
+    d["version"] = text_or_none(report.version);
+    d["cuda"] = cuda_version_text(report.cuda_version);
+    return d;
+}
+
+py::dict topology(const std::string& sysfs_root, bool driver) {
+    Topology t;
+    {
+        const py::gil_scoped_release release;
+        t = read_topology(sysfs_root, driver);
+    }
+    py::list gpus, nodes;
+    for (const Gpu& g : t.gpus) gpus.append(gpu_dict(g));
+    for (const NumaNode& n : t.numa_nodes) {
+        py::dict d;
+        d["node"] = n.node;
+        d["cpus"] = n.cpus;
+        d["memory_bytes"] = positive_or_none(n.memory_bytes);
+        d["distances"] = n.distances;
+        nodes.append(d);
+    }
+    py::dict bridges, iommu, out;
+    for (const auto& [id, pci] : t.bridges) {
+        py::dict d;
+        d["link"] = link_dict(pci.link);
+        d["acs"] = text_or_none(pci.acs);
+        d["vendor"] = pci.vendor;
+        d["device"] = pci.device;
+        bridges[py::str(id)] = d;
+    }
+    iommu["state"] = t.iommu;
+    iommu["units"] = t.iommu_units;
+    out["driver"] = driver_dict(t.driver);
+    out["gpus"] = gpus;
+    out["links"] = t.links;
+    if (t.driver.read.empty()) {
+        out["peer_access"] = py::none();
+    } else {
+        py::dict peer;
+        peer["read"] = t.driver.read;
+        peer["write"] = t.driver.write;
+        peer["nvlink"] = t.driver.nvlink;
+        out["peer_access"] = peer;
+    }
+    out["bridges"] = bridges;
+    out["numa_nodes"] = nodes;
+    out["iommu"] = iommu;
+    out["reasons"] = t.reasons;
+    return out;
+}
+
+py::dict nccl_library(const std::string& env_path, const std::string& wheel_path) {
+    const NcclReport report = find_nccl(env_path, wheel_path);
+    py::dict d;
+    d["path"] = text_or_none(report.path);
+    d["source"] = text_or_none(report.source);
+    d["version"] = report.version_code > 0 && !report.path.empty()
+                       ? py::object(py::str(nccl_version_text(report.version_code)))
+                       : py::object(py::none());
+    d["tried"] = report.tried;
+    return d;
+}
+
+py::dict build_info() {
+    py::dict d;
+    d["version"] = FV_VERSION;
+    d["cxx"] = FV_CXX;
+    d["cxx_standard"] = static_cast<long>(__cplusplus);
+    d["pybind11"] = PYBIND11_TOSTRING(PYBIND11_VERSION_MAJOR) "." PYBIND11_TOSTRING(PYBIND11_VERSION_MINOR);
+    d["python"] = PY_VERSION;
+    return d;
+}
+
+}  // namespace
+}  // namespace fv::comm
+
+PYBIND11_MODULE(_comm, m) {
+    m.doc() = "Control plane of fastverify's communicators; use fastverify.comm.topology.";
+    m.def("version", [] { return FV_VERSION; }, "Version of the package this module was built from.");
+    m.def("build_info", &fv::comm::build_info, "Compiler, C++ standard, pybind11 and Python of this build.");
+    m.def("topology", &fv::comm::topology, py::arg("sysfs_root"), py::arg("driver"));
+    m.def("nccl_library", &fv::comm::nccl_library, py::arg("env_path"), py::arg("wheel_path"));
+}

@@ -1,0 +1,364 @@
+"""The decode loop: draft -> tree -> target forward -> accept -> compact -> draft. Read `_round`: it is the algorithm.
+
+Plain decoding is the same loop with trees of one node, so the two emit the same text wherever the logits agree.
+Definitions and indices: docs/algorithm.md. EAGLE-3: Li et al. 2025; its pairing and extend: eagle3/grow.py.
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Callable, Iterator, Optional
+
+import torch
+
+from ..accept.rule import Flag
+from ..accept.verify_tree import Sampling, verify_tree
+from ..kv.compact_kv import compact_kv
+from ..models.batch import ForwardBatch
+from ..plan import VerifyPlan
+from ..tree.build_tree import build_tree
+from ..tree.ngram import NgramDrafter
+from ..tree.prepare_tree import Prepared, prepare_tree
+from . import grow
+from .requests import Pending, Requests
+from .shapes import AUTO, OFF, Controller, Shape, parse_shape
+from .stats import Stats
+
+_DONE = Flag.STOP | Flag.BUDGET | Flag.EMPTY_ROW | Flag.BAD_ROW
+_REASONS = ((Flag.EMPTY_ROW | Flag.BAD_ROW, "bad_logits"), (Flag.STOP, "stop"), (Flag.BUDGET, "length"))
+
+
+@dataclass
+class Result:
+    """tokens[b]: emitted ids (the stop id included). finish[b]: "stop", "length" or "bad_logits"."""
+
+    tokens: list
+    finish: list
+    stats: Stats
+
+
+@dataclass
+class SamplingParams:
+    """Host-side sampling parameters of a run; request b uses seed + b. Names and meanings as in verify_tree."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    bias: dict = field(default_factory=dict)  # token id -> added to its logit
+
+
+class Decoder:
+    """Decodes batches with a target and a drafter.
+
+    target  LlamaModel (load_target); draft: Eagle3Draft (load_draft), NgramDrafter or None (no speculation)
+    tree    "auto", "off", "chain-K", "tree-N" (shapes.py)
+    """
+
+    def __init__(self, target, draft=None, *, tree: str = "auto", page_size: int = 16, prefill_chunk: int = 512) -> None:
+        if tree == "off":
+            draft = None
+        self.target, self.draft = target, draft
+        self.page_size, self.prefill_chunk = page_size, prefill_chunk
+        self.eagle = draft is not None and not isinstance(draft, NgramDrafter)
+        self.aux_layers = tuple(draft.config.aux_layers) if self.eagle else ()
+        self.tree = tree
+        if draft is None:
+            self.shapes = (OFF,)
+        elif tree == "auto" and self.eagle:
+            self.shapes = tuple(parse_shape(s) for s in AUTO)
+        elif tree == "auto":
+            self.shapes = (OFF, parse_shape(f"chain-{min(16, draft.num_draft)}"))
+        else:
+            self.shapes = (parse_shape(tree),)
+        self._plans: dict = {}
+        self._controllers: dict = {}
+
+    # ---- public ------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: list, max_new_tokens: int = 128, sampling: SamplingParams = SamplingParams(),
+                 stop_ids: Optional[list] = None) -> Result:
+        """Decodes all prompts (lists of token ids) to the end. stop_ids None: the target's eos ids."""
+        run = _Run(self, prompts, max_new_tokens, sampling, stop_ids)
+        for _ in run.spans():
+            pass
+        return run.result()
+
+    def stream(self, prompts: list, max_new_tokens: int = 128, sampling: SamplingParams = SamplingParams(),
+               stop_ids: Optional[list] = None) -> Iterator[tuple]:
+        """Yields (request, [tokens]) as they are emitted; the generator's return value is the Result."""
+        run = _Run(self, prompts, max_new_tokens, sampling, stop_ids)
+        yield from run.spans()
+        return run.result()
+
+    # ---- buffers and calibration ---------------------------------------------------------------------------
+
+    def plan(self, batch: int, shape: Shape) -> tuple:
+        """(VerifyPlan, GrowBuffers or None) of a shape, made once per (batch, shape)."""
+        key = (batch, shape)
+        if key not in self._plans:
+            grown = shape.speculative and self.eagle
+            buffers = grow.GrowBuffers.empty(self.draft, batch, shape.k, shape.levels, shape.nodes) if grown else None
+            width = len(self.aux_layers) * self.target.config.hidden_size
+            max_path = min(shape.nodes, shape.levels + 1) if grown else shape.nodes
+            self._plans[key] = (VerifyPlan(batch, shape.nodes, max_path, width, self.target.dtype, self.target.device,
+                                           tree=buffers.tree if buffers else None), buffers)
+        return self._plans[key]
+
+    def controller(self, batch: int) -> Optional[Controller]:
+        """Measures one round of every shape (tree="auto"); once per batch size, a second or two."""
+        if len(self.shapes) == 1:
+            return None
+        if batch not in self._controllers:
+            vocab = self.target.config.vocab_size
+            prompts = [[(7919 * i + b) % vocab for i in range(48)] for b in range(batch)]
+            times = {}
+            for shape in self.shapes:
+                run = _Run(self, prompts, 6 * shape.nodes + 8, SamplingParams(), [], fixed=shape)
+                for _ in run.spans(limit=5):
+                    pass
+                ordered = sorted(run.round_ms[1:])
+                times[shape.name] = ordered[len(ordered) // 2]
+            self._controllers[batch] = Controller(self.shapes, times)
+        return self._controllers[batch]
+
+
+class _Run:
+    """One batch from prefill to the last token."""
+
+    def __init__(self, decoder: Decoder, prompts: list, max_new_tokens: int, params: SamplingParams, stop_ids: Optional[list],
+                 fixed: Optional[Shape] = None) -> None:
+        self.d, self.target, self.draft = decoder, decoder.target, decoder.draft
+        self.prompts, self.fixed = prompts, fixed
+        config, device = self.target.config, self.target.device
+        shapes = decoder.shapes if fixed is None else (fixed,)
+        extra = max(s.columns for s in shapes) + 1
+        self._check(prompts, max_new_tokens, extra, config)
+        self.controller = decoder.controller(len(prompts)) if fixed is None else None
+        self.shape = shapes[0] if self.controller is None else OFF
+        stops = list(config.eos_ids) if stop_ids is None else list(stop_ids)
+        self.req = Requests.make([len(p) for p in prompts], max_new_tokens, extra, decoder.page_size,
+                                 Sampling.make(len(prompts), device, params.temperature, params.top_k, params.top_p,
+                                               params.min_p, params.seed), device,
+                                 stop_ids=torch.tensor(stops, dtype=torch.int64, device=device) if stops else None)
+        self._add_processors(params, len(prompts), config.vocab_size, device)
+        num_pages = self.req.page_table.numel()
+        self.cache = self.target.make_cache(num_pages, decoder.page_size)
+        self.draft_cache = self.draft.make_cache(num_pages, decoder.page_size) if decoder.eagle else None
+        self.pending, self.last_hidden = Pending(), None
+        self.tokens = [[] for _ in prompts]
+        self.finish = [None] * len(prompts)
+        self.stats, self.round_ms = Stats(), []
+
+    def _check(self, prompts: list, max_new: int, extra: int, config) -> None:
+        if not prompts or any(len(p) == 0 for p in prompts):
+            raise ValueError("generate: every prompt must hold at least one token; got an empty one. Fix: drop it.")
+        if max_new < 1:
+            raise ValueError(f"generate: max_new_tokens must be at least 1; got {max_new}. Fix: pass a positive number.")
+        longest = max(len(p) for p in prompts)
+        limit = min([config.max_position] + ([self.draft.cos_sin.shape[0]] if self.d.eagle else []))
+        if longest + max_new + extra > limit:
+            raise ValueError(
+                f"generate: prompt + max_new_tokens + drafted rows must be at most {limit} positions; got {longest} + {max_new} + "
+                f"{extra} = {longest + max_new + extra}. Fix: shorten the prompt or ask for fewer tokens.")
+        low, high = min(min(p) for p in prompts), max(max(p) for p in prompts)
+        if low < 0 or high >= config.vocab_size:
+            raise ValueError(f"generate: token ids must be in [0, {config.vocab_size}); got {low if low < 0 else high}. "
+                             "Fix: encode with this target's tokenizer.")
+
+    def _add_processors(self, p: SamplingParams, batch: int, vocab: int, device) -> None:
+        if p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty:
+            row = torch.tensor([p.repetition_penalty, p.frequency_penalty, p.presence_penalty], device=device)
+            self.req.penalties = row.repeat(batch, 1)
+            self.req.counts = torch.zeros(batch, vocab, dtype=torch.int32, device=device)
+        if p.bias:
+            self.req.bias = torch.zeros(batch, vocab, device=device)
+            for token, value in p.bias.items():
+                self.req.bias[:, token] = value
+
+    # ---- the loop ---------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def spans(self, limit: Optional[int] = None) -> Iterator[tuple]:
+        """Yields (request, tokens) spans until all requests are done, or `limit` rounds have run."""
+        with self.stats.timer("prefill"):
+            spans = self._prefill()
+        yield from spans
+        while any(f is None for f in self.finish) and (limit is None or len(self.round_ms) < limit):
+            start = time.perf_counter()
+            spans = self._round()
+            self.round_ms.append((time.perf_counter() - start) * 1e3)
+            yield from spans
+        self.stats.decode_ms = sum(self.round_ms)
+        self.stats.ms["other"] = self.stats.decode_ms - sum(self.stats.ms[s] for s in ("draft", "target", "verify"))
+
+    def _round(self) -> list:
+        """One cycle of the whole batch."""
+        req, shape = self.req, self._choose_shape()
+        plan, buffers = self.d.plan(len(self.prompts), shape)
+        with self.stats.timer("draft"):
+            self._draft(shape, plan, buffers)                                  # -> plan.tree
+        with self.stats.timer("target"):
+            t = plan.tree
+            prepare_tree(t.parents, t.cu_nodes, req.prefix_len, req.page_table, self.d.page_size, plan.prepared)
+            hidden, aux = self.target.forward(
+                ForwardBatch(t.tokens, t.positions, plan.prepared.slots, t.cu_nodes, req.prefix_len, req.page_table, t.mask,
+                             schedule=plan.prepared.schedule), self.cache, self.d.aux_layers)
+            logits = self.target.logits(hidden)
+        with self.stats.timer("verify"):
+            self._accept(logits, t.tokens, t.parents, t.cu_nodes, req, plan.out)
+            compact_kv(self.cache.k, self.cache.v, plan.out.path, plan.out.num_tokens_out, req.prefix_len, req.page_table,
+                       cu_nodes=t.cu_nodes, aux=aux, aux_out=plan.aux_out, cu_out=plan.cu_out)
+        spans = self._emit(plan, shape)
+        if self.d.eagle:
+            with self.stats.timer("draft"):
+                self._extend(plan, shape)
+        req.prefix_len += plan.out.num_tokens_out
+        torch.where(plan.out.num_tokens_out > 0, plan.out.next_root.int(), req.root, out=req.root)
+        return spans
+
+    def _choose_shape(self) -> Shape:
+        if self.controller is not None:
+            self.shape = self.controller.choose()
+        if self.shape.speculative and not self.d.eagle:
+            histories = [p + t if f is None else [] for p, t, f in zip(self.prompts, self.tokens, self.finish)]
+            self.pool = self.draft.pool(histories)
+            if bool((self.pool[0] == -torch.inf).all()):
+                return OFF  # nothing in the text matches: one row, not a padded tree
+        return self.shape
+
+    def _accept(self, logits, tokens, parents, cu_nodes, req: Requests, out) -> None:
+        verify_tree(logits, tokens, parents, cu_nodes, req.prefix_len, req.active, req.remaining, req.sampling,
+                    stop_ids=req.stop_ids, bias=req.bias, penalties=req.penalties, counts=req.counts,
+                    vocab_size=self.target.config.vocab_size, out=out)
+        req.active *= (out.flags & int(_DONE)) == 0
+
+    # ---- drafting ------------------------------------------------------------------------------------------------
+
+    def _draft(self, shape: Shape, plan: VerifyPlan, buffers) -> None:
+        """Fills plan.tree: the bare root, an n-gram tree, or a tree grown by the EAGLE-3 draft."""
+        req, vocab = self.req, self.target.config.vocab_size
+        if not shape.speculative:
+            build_tree(*plan.no_pool, req.root, req.prefix_len, req.active, 1, vocab, plan.tree)
+        elif not self.d.eagle:
+            pool = [x.to(self.target.device) for x in self.pool]
+            build_tree(*pool, req.root, req.prefix_len, req.active, shape.nodes, vocab, plan.tree)
+        else:
+            if self.pending.rounds:
+                self._catch_up()
+            grow.draft_tree(self.draft, self.draft_cache, self.last_hidden, req.root, req.prefix_len, req.active,
+                            req.page_table, buffers, shape.levels, shape.nodes, vocab)
+
+    def _extend(self, plan: VerifyPlan, shape: Shape) -> None:
+        """The emitted tokens and the target's features of their rows are the draft's new true pairs."""
+        tokens = plan.flatten_tokens()
+        if not shape.speculative:
+            self.pending.add(plan.aux_out, tokens, plan.out.num_tokens_out, plan.cu_out)
+            if len(self.pending.rounds) >= 64:
+                self._catch_up()
+            return
+        self._run_extend(plan.aux_out, tokens, plan.cu_out, plan.extend)
+
+    def _catch_up(self) -> None:
+        aux, tokens, cu = self.pending.flush()
+        n = tokens.numel()
+        self._run_extend(aux, tokens, cu, Prepared(positions=torch.zeros(n, dtype=torch.int32, device=aux.device),
+                                                  slots=torch.full((n,), -1, dtype=torch.int64, device=aux.device)))
+
+    def _run_extend(self, aux, tokens, cu, prepared: Prepared) -> None:
+        req = self.req
+        prepare_tree(None, cu, req.draft_len, req.page_table, self.d.page_size, prepared)
+        batch = ForwardBatch(tokens, prepared.positions, prepared.slots, cu, req.draft_len, req.page_table,
+                             schedule=prepared.schedule)
+        self.last_hidden = grow.extend(self.draft, self.draft_cache, batch, aux, req.active)
+        req.draft_len += cu[1:] - cu[:-1]
+
+    # ---- prefill ------------------------------------------------------------------------------------------------
+
+    def _prefill(self) -> list:
+        """Every prompt in chunks, one request at a time; its first token comes from the same verify as all others."""
+        spans, last = [], []
+        plan, _ = self.d.plan(1, OFF)
+        for b, prompt in enumerate(self.prompts):
+            req = self.req.row(b)
+            for start in range(0, len(prompt), self.d.prefill_chunk):
+                chunk = prompt[start:start + self.d.prefill_chunk]
+                final = start + len(chunk) == len(prompt)
+                batch = self._chain(chunk, req)
+                hidden, aux = self.target.forward(batch, self.cache, self.d.aux_layers)
+                req.prefix_len += len(chunk)
+                if final:  # the last prompt token is the root of a one-node tree at position len(prompt) - 1
+                    req.prefix_len -= 1
+                    self._accept(self.target.logits(hidden[-1:]), batch.tokens[-1:], plan.no_pool[2][0],
+                                 torch.tensor([0, 1], dtype=torch.int32, device=hidden.device), req, plan.out)
+                    req.prefix_len += 1
+                    spans += self._collect(plan, [b])
+                    req.root.copy_(plan.out.next_root)
+                if self.d.eagle:
+                    shifted = torch.cat([batch.tokens[1:], req.root if final else batch.tokens.new_tensor(prompt[start + len(chunk):][:1])])
+                    pairs = self._chain(None, req, shifted, draft=True)
+                    hidden = grow.extend(self.draft, self.draft_cache, pairs, aux, torch.ones_like(req.active))
+                    req.draft_len += len(chunk)
+            if self.d.eagle and self.finish[b] is None:
+                last.append(hidden)
+        if self.d.eagle:
+            pad = [torch.zeros_like(hidden)] * (len(self.prompts) - len(last))
+            self.last_hidden = torch.cat(last + pad)
+        self.stats.first_tokens = sum(len(t) for t in self.tokens)
+        return spans
+
+    def _chain(self, chunk: Optional[list], req: Requests, tokens: Optional[torch.Tensor] = None, draft: bool = False) -> ForwardBatch:
+        """A causal stretch of one request behind its cache."""
+        device = req.root.device
+        if tokens is None:
+            tokens = torch.tensor(chunk, dtype=torch.int32, device=device)
+        n, base = tokens.numel(), req.draft_len if draft else req.prefix_len
+        cu = torch.tensor([0, n], dtype=torch.int32, device=device)
+        p = Prepared(positions=torch.zeros(n, dtype=torch.int32, device=device),
+                     slots=torch.zeros(n, dtype=torch.int64, device=device))
+        prepare_tree(None, cu, base, req.page_table, self.d.page_size, p)
+        return ForwardBatch(tokens, p.positions, p.slots, cu, base, req.page_table)
+
+    # ---- the host side --------------------------------------------------------------------------------------------
+
+    def _collect(self, plan: VerifyPlan, requests: list) -> list:
+        """Reads the emitted tokens: the one host read of a round."""
+        spans = []
+        for b, tokens, n, flags in zip(requests, plan.out.out_tokens.tolist(), plan.out.num_tokens_out.tolist(),
+                                       plan.out.flags.tolist()):
+            if self.finish[b] is not None:
+                continue
+            if n:
+                self.tokens[b] += tokens[:n]
+                spans.append((b, tokens[:n]))
+            if flags & _DONE:
+                self.finish[b] = next(name for bits, name in _REASONS if flags & bits)
+        self.stats.emitted += sum(len(t) for _, t in spans)
+        return spans
+
+    def _emit(self, plan: VerifyPlan, shape: Shape) -> list:
+        live = [b for b, f in enumerate(self.finish) if f is None]
+        cu, path = plan.tree.cu_nodes.tolist(), plan.out.path.tolist()
+        depth = plan.tree.depth.tolist()
+        accepted = [sum(p >= 0 for p in path[b]) - 1 for b in live]
+        self.stats.count(accepted, [max(depth[cu[b]:cu[b + 1]]) for b in live], [cu[b + 1] - cu[b] for b in live])
+        self.stats.steps[shape.name] += 1
+        if self.controller is not None and self.round_ms:
+            self._observed(shape, sum(accepted) / max(1, len(live)))
+        return self._collect(plan, list(range(len(self.prompts))))
+
+    def _observed(self, shape: Shape, accepted: float) -> None:
+        if self._previous is not None:
+            self.controller.observe(self._previous[0], self._previous[1], self.round_ms[-1])
+        self._previous = (shape, accepted)
+
+    _previous: Optional[tuple] = None
+
+    def result(self) -> Result:
+        if self.controller is not None:
+            self.stats.plain_ms = self.controller.round_ms["off"]
+            self.stats.controller = self.controller.reason
+        return Result(self.tokens, self.finish, self.stats)

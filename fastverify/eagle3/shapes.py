@@ -1,0 +1,122 @@
+"""What to draft each round: named shapes, and the controller behind `--tree auto`."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Optional
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A draft shape. nodes counts the root (EAGLE's total_token); levels = greatest drafted depth; k = beam width."""
+
+    name: str
+    k: int
+    levels: int
+    nodes: int
+
+    @property
+    def speculative(self) -> bool:
+        return self.nodes > 1
+
+    @property
+    def columns(self) -> int:
+        """Cache rows behind the prefix that a round may touch: the tree, or the draft's beams."""
+        return max(self.nodes, (self.levels - 1) * self.k if self.speculative else 0)
+
+
+OFF = Shape("off", 0, 0, 1)
+_TREES = {8: (4, 4), 20: (6, 5), 60: (10, 7)}  # nodes -> (k, levels)
+AUTO = ("off", "chain-2", "chain-3", "tree-8", "tree-20")
+
+
+def parse_shape(text: str) -> Shape:
+    """"off", "chain-K" (K drafted tokens), "tree-N" (N nodes, root included), or "tree-N-kK-dD" with beam K and depth D."""
+    if text == "off":
+        return OFF
+    chain = re.fullmatch(r"chain-(\d+)", text)
+    if chain and 1 <= int(chain[1]) <= 16:
+        n = int(chain[1])
+        return Shape(text, 1, n, n + 1)
+    tree = re.fullmatch(r"tree-(\d+)(?:-k(\d+)-d(\d+))?", text)
+    if tree:
+        nodes = int(tree[1])
+        k, levels = (int(tree[2]), int(tree[3])) if tree[2] else next(
+            (v for n, v in sorted(_TREES.items()) if nodes <= n), _TREES[60])
+        if 2 <= nodes <= 128 and 1 <= k <= 64 and 1 <= levels <= 16 and levels * k <= 128:
+            return Shape(text, k, levels, nodes)
+    raise ValueError(
+        f"tree: the shape must be off, auto, chain-K (1..16), tree-N (2..128 nodes) or tree-N-kK-dD (K * D <= 128); "
+        f"got {text!r}. Fix: try chain-3 or tree-20.")
+
+
+# Accepted drafts per round that a healthy draft reaches (an opening guess; measurements replace it within a few rounds).
+_PRIOR_ACCEPTED = {"chain-2": 0.9, "chain-3": 1.05, "tree-8": 1.3, "tree-20": 1.65}
+
+
+@dataclass
+class Controller:
+    """Chooses the shape with the most expected tokens per second (docs/algorithm.md, "does it pay").
+
+    round_ms  {shape name: milliseconds of one round}, measured at start and followed by an EMA
+    A shape's accept length is its own measured mean once it ran `trust` rounds; before that the prior, scaled by the
+    ratio that the shapes in use show between measured and prior. While off, `probe_rounds` speculative rounds every
+    `probe_every` rounds keep the estimate alive.
+    """
+
+    shapes: tuple
+    round_ms: dict
+    hysteresis: float = 0.03
+    trust: int = 16
+    probe_every: int = 96
+    probe_rounds: int = 2
+    ratio: float = 1.0
+    accepted: dict = field(default_factory=dict)  # name -> [EMA of accepted drafts per round, rounds]
+    current: Optional[Shape] = None
+    reason: str = ""
+    _off_rounds: int = 0
+    _probing: int = 0
+
+    def tau(self, shape: Shape) -> float:
+        """Expected accept length of a shape (1 for off)."""
+        if not shape.speculative:
+            return 1.0
+        mean, rounds = self.accepted.get(shape.name, (0.0, 0))
+        return 1.0 + (mean if rounds >= self.trust else self.ratio * _PRIOR_ACCEPTED.get(shape.name, 1.0))
+
+    def rate(self, shape: Shape) -> float:
+        """Expected tokens per second of one request."""
+        return 1000.0 * self.tau(shape) / self.round_ms[shape.name]
+
+    def break_even(self, shape: Shape) -> float:
+        """Accept length at which the shape is as fast as plain decoding."""
+        return self.round_ms[shape.name] / self.round_ms["off"]
+
+    def choose(self) -> Shape:
+        """The shape of the next round."""
+        if self._probing > 0:
+            self._probing -= 1
+            return self.current
+        best = max(self.shapes, key=self.rate)
+        if self.current is None or self.rate(best) > self.rate(self.current) * (1 + self.hysteresis):
+            self.current = best
+            plain = self.rate(self.shapes[0])
+            self.reason = (f"{best.name}: tau {self.tau(best):.2f} against break-even {self.break_even(best):.2f}, "
+                           f"{self.rate(best):.1f} tok/s expected, plain {plain:.1f}")
+        if not self.current.speculative:
+            self._off_rounds += 1
+            if self._off_rounds >= self.probe_every and len(self.shapes) > 1:
+                self._off_rounds, self._probing = 0, self.probe_rounds - 1
+                return max(self.shapes[1:], key=self.rate)
+        return self.current
+
+    def observe(self, shape: Shape, accepted: float, ms: float) -> None:
+        """accepted: drafts accepted per request in this round; ms: its duration."""
+        old = self.round_ms.get(shape.name)
+        self.round_ms[shape.name] = ms if old is None else old + 0.05 * (ms - old)
+        if not shape.speculative:
+            return
+        mean, rounds = self.accepted.get(shape.name, (0.0, 0))
+        step = max(1.0 / (rounds + 1), 0.03)
+        self.accepted[shape.name] = (mean + step * (accepted - mean), rounds + 1)
+        prior = _PRIOR_ACCEPTED.get(shape.name, 1.0)
+        self.ratio += 0.08 * (accepted / prior - self.ratio)
