@@ -35,9 +35,11 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     schedule: from prepare_tree; workspace: scratch of the CUDA kernel. The CPU kernel uses neither.
 
     Padding rows and rows that see nothing: out 0, lse -inf. Slots that a row does not see never reach it, NaN or not.
-    On the CPU a row's bits depend on its own keys only, not on the batch, the page size or the thread count.
+    On the CPU a row's bits depend on its own keys only: not on the batch, the page size, the thread count, nor on whether
+    its ancestors are tree columns or committed tokens.
     Errors: RuntimeError for shapes, dtypes, devices; on the CPU also for bad cu_nodes, prefix_len or page ids.
-    Cost: one read of the visible KV per 96 rows of a kv head. Graph-safe when out is given. Source: docs/algorithm.md.
+    Cost: one read of the visible KV per 96 rows of a kv head. Graph-safe when out is given.
+    Source: online softmax over tiles (Milakov, Gimelshein 2018; FlashAttention-2, Dao 2023).
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
