@@ -296,7 +296,7 @@ class _Run:
                                  torch.tensor([0, 1], dtype=torch.int32, device=hidden.device), req, plan.out)
                     req.prefix_len += 1
                     spans += self._collect(plan, [b])
-                    req.root.copy_(plan.out.next_root)
+                    torch.where(plan.out.num_tokens_out > 0, plan.out.next_root.int(), req.root, out=req.root)
                 if self.d.eagle:
                     shifted = torch.cat([batch.tokens[1:], req.root if final else batch.tokens.new_tensor(prompt[start + len(chunk):][:1])])
                     pairs = self._chain(None, req, shifted, draft=True)

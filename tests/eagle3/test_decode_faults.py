@@ -127,6 +127,17 @@ def test_bad_logits_end_one_request_only(checked, monkeypatch, shape, kind):
         assert [result.tokens[b] for b in (0, 2, 3)] == [full[b] for b in (0, 2, 3)]
 
 
+@pytest.mark.parametrize("shape", ["off", "chain-3", "tree-20"])
+def test_every_request_may_be_broken_from_the_start(monkeypatch, shape):
+    """Nothing is emitted at all, and the id that was never drawn is not fed to the draft."""
+    target, _ = golden()
+    logits = target.logits
+    monkeypatch.setattr(target, "logits", lambda h: torch.full_like(logits(h), NAN))
+    for prompts in (PROMPTS, [[1] * 600]):
+        result = decoder(shape).generate(prompts, 8)
+        assert result.tokens == [[] for _ in prompts] and result.finish == ["bad_logits"] * len(prompts)
+
+
 @pytest.mark.parametrize("where", ["logits", "forward", "fuse", "one row"])
 @pytest.mark.parametrize("value", [NAN, float("inf")])
 def test_a_broken_draft_never_changes_the_text(checked, monkeypatch, where, value):
