@@ -24,7 +24,8 @@ from .shapes import AUTO, OFF, Controller, Shape, parse_shape
 from .stats import Stats
 
 _DONE = Flag.STOP | Flag.BUDGET | Flag.EMPTY_ROW | Flag.BAD_ROW
-_REASONS = ((Flag.EMPTY_ROW | Flag.BAD_ROW, "bad_logits"), (Flag.STOP, "stop"), (Flag.BUDGET, "length"))
+# In this order: the walk may have visited bad rows behind the end of the text, which plain decoding never meets.
+_REASONS = ((Flag.STOP, "stop"), (Flag.BUDGET, "length"), (Flag.EMPTY_ROW | Flag.BAD_ROW, "bad_logits"))
 
 
 @dataclass

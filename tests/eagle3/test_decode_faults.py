@@ -138,6 +138,21 @@ def test_every_request_may_be_broken_from_the_start(monkeypatch, shape):
         assert result.tokens == [[] for _ in prompts] and result.finish == ["bad_logits"] * len(prompts)
 
 
+@pytest.mark.parametrize("kind", ["nan", "entry"])
+@pytest.mark.parametrize("shape", ["off", "chain-3", "tree-20"])
+def test_a_bad_row_behind_the_end_of_the_text_changes_nothing(checked, monkeypatch, shape, kind):
+    """Rows that the walk visits after the stop id or past the budget do not decide how the request finished."""
+    full = plain_text([PROMPTS[1]], 40)[0][0]
+    reached = 0
+    for i in (i for i in range(3, 30) if full[i] not in full[:i]):
+        monkeypatch.setattr(CheckedRun, "fault", fault_at(0, 1 + i + 1, kind))
+        for max_new, want in ((40, "stop"), (i + 1, "stop"), (i, "length")):
+            result = decoder(shape).generate([PROMPTS[1]], max_new, stop_ids=[full[i]])
+            assert result.tokens[0] == full[: min(max_new, i + 1)] and result.finish == [want]
+            reached += checked[-1].clipped
+    assert reached > 10 or shape == "off"
+
+
 @pytest.mark.parametrize("where", ["logits", "forward", "fuse", "one row"])
 @pytest.mark.parametrize("value", [NAN, float("inf")])
 def test_a_broken_draft_never_changes_the_text(checked, monkeypatch, where, value):
