@@ -75,6 +75,7 @@ class Decoder:
             self.shapes = (OFF, parse_shape(f"chain-{min(16, draft.num_draft)}"))
         else:
             self.shapes = (parse_shape(tree),)
+        self.limit = min([target.config.max_position] + ([draft.cos_sin.shape[0]] if self.eagle else []))  # positions
         self._plans: dict = {}
         self._controllers: dict = {}
 
@@ -110,21 +111,37 @@ class Decoder:
         return self._plans[key]
 
     def controller(self, batch: int) -> Optional[Controller]:
-        """Measures one round of every shape (tree="auto"); once per batch size, a second or two."""
+        """Measures one round of every shape (tree="auto"); once per batch size, a second or two.
+
+        None (plain decoding) with a single shape, or where the target gives no rounds to measure.
+        """
         if len(self.shapes) == 1:
             return None
         if batch not in self._controllers:
-            vocab = self.target.config.vocab_size
-            prompts = [[(7919 * i + b) % vocab for i in range(48)] for b in range(batch)]
-            times = {}
-            for shape in self.shapes:
-                run = _Run(self, prompts, 6 * shape.nodes + 8, SamplingParams(), [], fixed=shape)
-                for _ in run.spans(limit=5):
-                    pass
-                ordered = sorted(run.round_ms[1:])
-                times[shape.name] = ordered[len(ordered) // 2]
+            times = {shape.name: self._round_ms(batch, shape) for shape in self.shapes}
+            if None in times.values():
+                return None
             self._controllers[batch] = Controller(self.shapes, times)
         return self._controllers[batch]
+
+    def _round_ms(self, batch: int, shape: Shape, rounds: int = 5) -> Optional[float]:
+        """Median milliseconds of a round on made-up text, short enough for any target; None if there was none."""
+        vocab, new = self.target.config.vocab_size, rounds * (shape.levels + 1) + 2
+        length = min(48, self.limit - new - _extra_rows((shape,)))
+        if length < 8:
+            return None
+        # the text repeats, so that an n-gram drafter drafts full trees too
+        prompts = [[(7919 * (i % 4) + b) % vocab for i in range(length)] for b in range(batch)]
+        run = _Run(self, prompts, new, SamplingParams(), [], fixed=shape)
+        for _ in run.spans(limit=rounds):
+            pass
+        ordered = sorted(run.round_ms[1:])
+        return ordered[len(ordered) // 2] if ordered else None
+
+
+def _extra_rows(shapes: tuple) -> int:
+    """Cache rows and positions to reserve behind prompt and text."""
+    return max(s.columns for s in shapes) + 1
 
 
 class _Run:
@@ -136,7 +153,7 @@ class _Run:
         self.prompts, self.fixed = prompts, fixed
         config, device = self.target.config, self.target.device
         shapes = decoder.shapes if fixed is None else (fixed,)
-        extra = max(s.columns for s in shapes) + 1
+        extra = _extra_rows(shapes)
         self._check(prompts, max_new_tokens, extra, config)
         self.controller = decoder.controller(len(prompts)) if fixed is None else None
         self.shape = shapes[0] if self.controller is None else OFF
@@ -160,10 +177,9 @@ class _Run:
         if max_new < 1:
             raise ValueError(f"generate: max_new_tokens must be at least 1; got {max_new}. Fix: pass a positive number.")
         longest = max(len(p) for p in prompts)
-        limit = min([config.max_position] + ([self.draft.cos_sin.shape[0]] if self.d.eagle else []))
-        if longest + max_new + extra > limit:
+        if longest + max_new + extra > self.d.limit:
             raise ValueError(
-                f"generate: prompt + max_new_tokens + drafted rows must be at most {limit} positions; got {longest} + {max_new} + "
+                f"generate: prompt + max_new_tokens + drafted rows must be at most {self.d.limit} positions; got {longest} + {max_new} + "
                 f"{extra} = {longest + max_new + extra}. Fix: shorten the prompt or ask for fewer tokens.")
         low, high = min(min(p) for p in prompts), max(max(p) for p in prompts)
         if low < 0 or high >= config.vocab_size:
@@ -226,6 +242,8 @@ class _Run:
             self.shape = self.controller.choose()
         if self.shape.speculative and not self.d.eagle:
             histories = [p + t if f is None else [] for p, t, f in zip(self.prompts, self.tokens, self.finish)]
+            if self.fixed is not None:  # a measurement: what is drafted must not depend on what the target says
+                histories = self.prompts
             self.pool = self.draft.pool(histories)
             if bool((self.pool[0] == -torch.inf).all()):
                 return OFF  # nothing in the text matches: one row, not a padded tree
