@@ -26,6 +26,9 @@ from .stats import Stats
 _DONE = Flag.STOP | Flag.BUDGET | Flag.EMPTY_ROW | Flag.BAD_ROW
 # In this order: the walk may have visited bad rows behind the end of the text, which plain decoding never meets.
 _REASONS = ((Flag.STOP, "stop"), (Flag.BUDGET, "length"), (Flag.EMPTY_ROW | Flag.BAD_ROW, "bad_logits"))
+_LARGE = 1e38
+_RANGES = dict(temperature=(0, _LARGE), top_p=(0, 1), min_p=(0, 1), repetition_penalty=(1 / _LARGE, _LARGE),
+               frequency_penalty=(-_LARGE, _LARGE), presence_penalty=(-_LARGE, _LARGE))
 
 
 @dataclass
@@ -60,7 +63,11 @@ class Decoder:
     """
 
     def __init__(self, target, draft=None, *, tree: str = "auto", page_size: int = 16, prefill_chunk: int = 512) -> None:
-        if tree == "off":
+        named = None if tree == "auto" else parse_shape(tree)
+        for name, value in (("page_size", page_size), ("prefill_chunk", prefill_chunk)):
+            if value < 1:
+                raise ValueError(f"Decoder: {name} must be at least 1; got {value}. Fix: leave it out.")
+        if named == OFF:
             draft = None
         self.target, self.draft = target, draft
         self.page_size, self.prefill_chunk = page_size, prefill_chunk
@@ -69,12 +76,12 @@ class Decoder:
         self.tree = tree
         if draft is None:
             self.shapes = (OFF,)
-        elif tree == "auto" and self.eagle:
+        elif named is not None:
+            self.shapes = (named,)
+        elif self.eagle:
             self.shapes = tuple(parse_shape(s) for s in AUTO)
-        elif tree == "auto":
-            self.shapes = (OFF, parse_shape(f"chain-{min(16, draft.num_draft)}"))
         else:
-            self.shapes = (parse_shape(tree),)
+            self.shapes = (OFF, parse_shape(f"chain-{min(16, draft.num_draft)}"))
         self.limit = min([target.config.max_position] + ([draft.cos_sin.shape[0]] if self.eagle else []))  # positions
         self._plans: dict = {}
         self._controllers: dict = {}
@@ -155,6 +162,7 @@ class _Run:
         shapes = decoder.shapes if fixed is None else (fixed,)
         extra = _extra_rows(shapes)
         self._check(prompts, max_new_tokens, extra, config)
+        self._check_sampling(params, config.vocab_size)
         self.controller = decoder.controller(len(prompts)) if fixed is None else None
         self.shape = shapes[0] if self.controller is None else OFF
         stops = list(config.eos_ids) if stop_ids is None else list(stop_ids)
@@ -185,6 +193,15 @@ class _Run:
         if low < 0 or high >= config.vocab_size:
             raise ValueError(f"generate: token ids must be in [0, {config.vocab_size}); got {low if low < 0 else high}. "
                              "Fix: encode with this target's tokenizer.")
+
+    def _check_sampling(self, p: SamplingParams, vocab: int) -> None:
+        """The op replaces and flags values out of range; a caller of generate is told."""
+        for name, (low, high) in _RANGES.items():
+            if not low <= getattr(p, name) <= high:
+                raise ValueError(f"generate: {name} must be in [{low:g}, {high:g}]; got {getattr(p, name)}. Fix: leave it out.")
+        wrong = [t for t in p.bias if not 0 <= t < vocab]
+        if wrong:
+            raise ValueError(f"generate: bias ids must be in [0, {vocab}); got {wrong[0]}. Fix: use ids of this target's tokenizer.")
 
     def _add_processors(self, p: SamplingParams, batch: int, vocab: int, device) -> None:
         if p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty:

@@ -272,6 +272,12 @@ REFUSED = [
     (dict(prompts=[[-1, 3]]), r"token ids must be in \[0, 512\); got -1. Fix: "),
     (dict(max_new_tokens=0), "max_new_tokens must be at least 1; got 0. Fix: "),
     (dict(prompts=[[1] * 1000]), r"at most 1024 positions; got 1000 \+ 8 \+ 25 = 1033. Fix: shorten the prompt or ask for fewer"),
+    (dict(sampling=SamplingParams(bias={-1: 3.0})), r"bias ids must be in \[0, 512\); got -1. Fix: "),
+    (dict(sampling=SamplingParams(bias={4: 1.0, 512: 3.0})), r"bias ids must be in \[0, 512\); got 512. Fix: "),
+    (dict(sampling=SamplingParams(temperature=-0.5)), r"temperature must be in \[0, 1e\+38\]; got -0.5. Fix: "),
+    (dict(sampling=SamplingParams(top_p=NAN)), r"top_p must be in \[0, 1\]; got nan. Fix: "),
+    (dict(sampling=SamplingParams(min_p=1.5)), r"min_p must be in \[0, 1\]; got 1.5. Fix: "),
+    (dict(sampling=SamplingParams(repetition_penalty=0.0)), r"repetition_penalty must be in \[1e-38, 1e\+38\]; got 0.0. Fix: "),
 ]
 
 
@@ -279,3 +285,15 @@ REFUSED = [
 def test_refused_with_the_numbers(over, message):
     with pytest.raises(ValueError, match="generate: .*" + message):
         decoder("tree-20").generate(**{"prompts": [[1, 2]], "max_new_tokens": 8, **over})
+
+
+@pytest.mark.parametrize("kw,message", [
+    (dict(tree="tree-1"), "tree: the shape must be .*got 'tree-1'"),
+    (dict(tree="treee"), "tree: the shape must be .*got 'treee'"),
+    (dict(page_size=0), "page_size must be at least 1; got 0. Fix: "),
+    (dict(prefill_chunk=0), "prefill_chunk must be at least 1; got 0. Fix: "),
+])
+def test_a_decoder_with_bad_settings(kw, message):
+    for draft in (None, golden()[1]):
+        with pytest.raises(ValueError, match=message):
+            Decoder(golden()[0], draft, **kw)
