@@ -32,7 +32,8 @@ def find_torch() -> "tuple[Path, str]":
     """(directory, version) of the torch in this environment, also from inside pip's isolated build."""
     spec = importlib.util.find_spec("torch")
     places = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
-    places += [Path(p) / "torch" for p in (*site.getsitepackages(), site.getusersitepackages())]
+    places += [Path(p) / "torch" for p in site.getsitepackages()]
+    places += [Path(site.getusersitepackages()) / "torch"] if site.ENABLE_USER_SITE else []
     for place in places:
         if (place / "version.py").exists():
             version = re.search(r"__version__ = ['\"](.+?)['\"]", (place / "version.py").read_text()).group(1)
@@ -40,6 +41,10 @@ def find_torch() -> "tuple[Path, str]":
                 fail("torch must be >= 2.10", f"{version} in {place.parent}")
             return place, version
     fail("torch must be installed before the build", f"none in {sys.prefix}")
+
+
+def switch(name: str) -> str:
+    return "OFF" if os.environ.get(name, "0") in ("", "0") else "ON"
 
 
 def jobs() -> int:
@@ -79,13 +84,12 @@ class CMakeBuild(build_ext):
         out = ROOT / "fastverify" if inplace else Path(self.build_lib).resolve() / "fastverify"
         build = Path(self.build_temp).resolve()
         out.mkdir(parents=True, exist_ok=True)
-        flag = {key: "ON" if os.environ.get(f"FASTVERIFY_{key}", "0") not in ("", "0") else "OFF"
-                for key in ("NO_CUDA", "SANITIZE")}
         archs = os.environ.get("FASTVERIFY_CUDA_ARCHS") or local_archs()
         configure = ["cmake", "-S", str(ROOT), "-B", str(build), f"-DPython_EXECUTABLE={sys.executable}",
                      f"-DTORCH_DIR={torch_dir}", f"-DFASTVERIFY_OUTPUT_DIR={out}", f"-DFASTVERIFY_VERSION={VERSION}",
                      f"-DFASTVERIFY_CUDA_ARCHS={'' if archs == 'all' else archs.replace(',', ';')}",
-                     *(f"-DFASTVERIFY_{key}={value}" for key, value in flag.items())]
+                     f"-DFASTVERIFY_NO_CUDA={switch('FASTVERIFY_NO_CUDA')}",
+                     f"-DFASTVERIFY_SANITIZE={switch('FASTVERIFY_SANITIZE')}"]
         if shutil.which("ninja"):  # named each time: pip's isolated copy of an earlier build is gone
             configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}"]
         print(f"fastverify: building against torch {torch_version} in {torch_dir}", flush=True)

@@ -93,3 +93,47 @@ def verify_case(rng, batch: int = 3, nodes: int = 8, vocab: int = 37, dtype=torc
         case["penalties"] = torch.stack([u(0.8, 1.6), u(-0.5, 0.8), u(-0.5, 0.8)], 1).contiguous()
         case["counts"] = (torch.rand(batch, vocab, generator=rng) < 0.2).to(torch.int32) * randint(0, 4, rng, (batch, vocab)).to(torch.int32)
     return case
+
+
+def attention_case(rng, counts: list, prefixes: list, page_size: int = 16, q_heads: int = 6, kv_heads: int = 2,
+                   head_dim: int = 16, dtype=torch.float32, cache_dtype=None, chain: bool = False, row_base: int = 0,
+                   window: int = 0, softcap: float = 0.0, sinks: bool = False, scales: bool = False, spare_words: int = 0,
+                   padding: int = 3) -> dict:
+    """Keyword arguments of tree_attention on random forests, poisoned wherever no row may look.
+
+    Cache slots outside [0, prefix + row_base + n) of a request, padding rows of q and the outputs are NaN; mask bits at
+    columns that do not exist, and whole mask rows of padding, are random. `parents` (list per request) rides along.
+    """
+    batch, cache_dtype = len(counts), cache_dtype or dtype
+    columns = [row_base + n for n in counts]
+    tokens = max([p + c for p, c in zip(prefixes, columns)] + [1])
+    table, pages = page_tables(batch, tokens, page_size, rng)
+    caches = []
+    for _ in range(2):
+        cache = torch.full((pages, page_size, kv_heads, head_dim), float("nan"))
+        for b in range(batch):
+            pos = torch.arange(prefixes[b] + columns[b])
+            cache[table[b].long()[pos // page_size], pos % page_size] = torch.randn(len(pos), kv_heads, head_dim, generator=rng)
+        caches.append(cache.to(cache_dtype))
+    rows = sum(counts) + padding
+    words = -(-max(columns + [1]) // 64) + spare_words
+    parents = [random_parents(c, rng, forest=row_base > 0) for c in columns]
+    mask = torch.randint(-2**63, 2**63 - 1, (rows, words), generator=rng)
+    for b, base in enumerate(cumulative(counts)[:-1].tolist()):
+        visible = mask_words(parents[b], words)[row_base:]
+        noise = mask[base:base + counts[b]]
+        for w in range(words):
+            bits = min(max(columns[b] - 64 * w, 0), 64)
+            beyond = 0 if bits == 64 else -1 << bits
+            visible[:, w] |= noise[:, w] & (beyond if beyond >= -2**63 else 0)
+        mask[base:base + counts[b]] = visible
+    q = torch.randn(rows, q_heads, head_dim, generator=rng).to(dtype)
+    q[sum(counts):] = float("nan")
+    scale = lambda: torch.rand(kv_heads, generator=rng) + 0.5  # noqa: E731
+    return dict(
+        q=q, k_cache=caches[0], v_cache=caches[1], mask=None if chain else mask, cu_nodes=cumulative(counts),
+        prefix_len=torch.tensor(prefixes, dtype=torch.int32), page_table=table,
+        sinks=torch.randn(q_heads, generator=rng) if sinks else None, k_scale=scale() if scales else None,
+        v_scale=scale() if scales else None, out=torch.full((rows, q_heads, head_dim), float("nan")).to(dtype),
+        lse=torch.full((rows, q_heads), float("nan")), row_base=row_base, scale=head_dim ** -0.5, window=window,
+        softcap=softcap, parents=parents)

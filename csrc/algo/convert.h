@@ -11,8 +11,9 @@ FV_HD float bf16_to_float(uint16_t h) { return bits_to_float(static_cast<uint32_
 
 FV_HD float half_to_float(uint16_t h) {
     const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, rest = h & 0x7fffu;
-    const uint32_t normal = (rest << 13) + (rest < 0x7c00u ? 112u << 23 : 224u << 23);  // inf and NaN keep their payload
-    const uint32_t subnormal = float_to_bits(static_cast<float>(static_cast<int32_t>(rest)) * 5.9604644775390625e-8f);  // 2^-24
+    // exponent bias 15 -> 127; inf and NaN keep their payload
+    const uint32_t normal = (rest << 13) + (rest < 0x7c00u ? 112u << 23 : 224u << 23);
+    const uint32_t subnormal = float_to_bits(static_cast<float>(static_cast<int32_t>(rest)) * 0x1p-24f);
     return bits_to_float(sign | (rest < 0x400u ? subnormal : normal));
 }
 

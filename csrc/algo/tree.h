@@ -57,10 +57,11 @@ FV_HD void best_keys(const uint64_t* keys, int64_t count, int64_t n, uint64_t* b
 FV_HD int64_t pool_offset(int64_t level, int64_t k) { return level == 0 ? 0 : k + (level - 1) * k * k; }
 FV_HD int64_t pool_end(int64_t level, int64_t k) { return k + level * k * k; }
 
-// keys[i] = order of pool entry i by effective score min(score, 0, parent's effective score); NaN or a bad parent: -inf.
-// Equal scores rank the lower index higher, so an entry never ranks above its parent: the n best are closed
-// under ancestors. Returns flags.
-FV_HD int32_t effective_keys(const float* scores, const int32_t* parents, int64_t count, uint64_t* keys, int64_t* alive) {
+// keys[i] = order of pool entry i by effective score min(score, 0, parent's effective score); NaN or a bad
+// parent: -inf. Equal scores rank the lower index higher, so an entry never ranks above its parent: the n best
+// are closed under ancestors. alive = entries above -inf. Returns flags.
+FV_HD int32_t effective_keys(
+    const float* scores, const int32_t* parents, int64_t count, uint64_t* keys, int64_t* alive) {
     int32_t flags = 0;
     *alive = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -105,8 +106,8 @@ FV_HD bool write_chain_row(uint64_t* row, int64_t words, int64_t column) {
     return column < 64 * words;
 }
 
-// Child links of one request; parents[i] outside [-1, i) counts as -1. Children ascend; nodes without a parent are
-// not linked to each other.
+// Child links of one request; parents[i] outside [-1, i) counts as -1. Children ascend; nodes without a parent
+// are not linked to each other.
 FV_HD void link_children(const int32_t* parents, int64_t nodes, int32_t* first_child, int32_t* next_sibling) {
     for (int64_t i = 0; i < nodes; ++i) first_child[i] = next_sibling[i] = -1;
     for (int64_t i = nodes - 1; i > 0; --i) {

@@ -9,20 +9,12 @@
 
 #include <cstring>
 
+#include "algo/convert.h"
 #include "algo/numeric.h"
 
 namespace fv {
 
 using ScalarType = torch::headeronly::ScalarType;
-
-FV_HD float bf16_to_float(uint16_t u) { return bits_to_float(static_cast<uint32_t>(u) << 16); }
-
-FV_HD float half_to_float(uint16_t u) {
-    const uint32_t magnitude = u & 0x7fffu;
-    const float scaled = bits_to_float(magnitude << 13) * 0x1p112f;  // exponent bias 15 -> 127, subnormals included
-    const uint32_t bits = magnitude >= 0x7c00u ? 0x7f800000u | (magnitude & 0x3ffu) << 13 : float_to_bits(scaled);
-    return bits_to_float(bits | (u & 0x8000u) << 16);
-}
 
 FV_HD float e4m3_to_float(uint8_t u) {
     const uint32_t magnitude = u & 0x7fu;

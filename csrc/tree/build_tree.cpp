@@ -19,7 +19,8 @@ struct Pool {
 };
 
 // Chooses the pool entries of one request: chosen[0..n) ascending, node_of[index] = node. Returns n; sets flags.
-int64_t choose(const Pool& pool, int64_t max_drafts, uint64_t* keys, int32_t* node_of, int32_t* chosen, int32_t* flags) {
+int64_t choose(
+    const Pool& pool, int64_t max_drafts, uint64_t* keys, int32_t* node_of, int32_t* chosen, int32_t* flags) {
     int64_t alive = 0;
     *flags = effective_keys(pool.scores, pool.parents, pool.size, keys, &alive);
     const int64_t n = std::min(max_drafts, alive);
@@ -55,21 +56,24 @@ void build_tree_cpu(
     check_tensor(kOp, "positions", positions, {ScalarType::Int}, {rows}, like);
     check_tensor(kOp, "cu_nodes", cu_nodes, {ScalarType::Int}, {batch + 1}, like);
     check_tensor(kOp, "flags", flags, {ScalarType::Int}, {batch}, like);
-    FV_CHECK(num_nodes >= 1 && num_nodes <= kMaxNodes, kOp, ": num_nodes must be in 1..", kMaxNodes, "; got ", num_nodes,
-             ". Fix: pass the number of verify nodes per request, the root included.");
-    FV_CHECK(vocab_size >= 1 && vocab_size <= kMaxVocab, kOp, ": vocab_size must be in 1..", kMaxVocab, "; got ", vocab_size,
-             ". Fix: pass the target's vocabulary size.");
+    FV_CHECK(num_nodes >= 1 && num_nodes <= kMaxNodes, kOp, ": num_nodes must be in 1..", kMaxNodes, "; got ",
+             num_nodes, ". Fix: pass the number of verify nodes per request, the root included.");
+    FV_CHECK(vocab_size >= 1 && vocab_size <= kMaxVocab, kOp, ": vocab_size must be in 1..", kMaxVocab, "; got ",
+             vocab_size, ". Fix: pass the target's vocabulary size.");
     FV_CHECK(rows >= batch * num_nodes, kOp, ": tokens must be at least B*num_nodes = ", batch * num_nodes,
              " rows; got ", rows, ". Fix: allocate the outputs with B*num_nodes rows.");
     const int64_t words = mask.size(1);
-    FV_CHECK(words <= kMaxMaskWords && 64 * words >= num_nodes, kOp, ": mask must be ", (num_nodes + 63) / 64, "..", kMaxMaskWords,
-             " words wide for ", num_nodes, " nodes; got ", words, ". Fix: allocate ceil(num_nodes/64) words per row.");
+    FV_CHECK(words <= kMaxMaskWords && 64 * words >= num_nodes, kOp, ": mask must be ", (num_nodes + 63) / 64, "..",
+             kMaxMaskWords, " words wide for ", num_nodes, " nodes; got ", words,
+             ". Fix: allocate ceil(num_nodes/64) words per row.");
 
     const float* scores = cptr<float>(pool_scores);
-    const int32_t *pool_parent = cptr<int32_t>(pool_parents), *prefix = cptr<int32_t>(prefix_len), *live = cptr<int32_t>(active);
+    const int32_t* pool_parent = cptr<int32_t>(pool_parents);
+    const int32_t *prefix = cptr<int32_t>(prefix_len), *live = cptr<int32_t>(active);
     const IdArray pool_token(pool_tokens), root_token(root_tokens);
     const IdArrayOut token_out(tokens);
-    int32_t *parent_out = mptr<int32_t>(parents), *depth_out = mptr<int32_t>(depth), *position_out = mptr<int32_t>(positions);
+    int32_t* parent_out = mptr<int32_t>(parents);
+    int32_t *depth_out = mptr<int32_t>(depth), *position_out = mptr<int32_t>(positions);
     int32_t *cu = mptr<int32_t>(cu_nodes), *flag_out = mptr<int32_t>(flags);
     uint64_t* mask_out = mptr<uint64_t>(mask);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// draft_topk on the CPU: one row per task. Per row: one pass over the logits (convert, maximum of every block), one for the
-// mass, then only the blocks whose maximum reaches the k-th largest block maximum are searched: a bound of the k-th value.
+// draft_topk on the CPU: one row per task. Per row: one pass over the logits (convert, maximum of every block), one for
+// the mass; only blocks whose maximum reaches the k-th largest block maximum, a bound of the k-th value, are searched.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -53,8 +53,12 @@ FV_HD void load_blocks(const void* logits, int64_t n, float* __restrict__ x, int
     }
 }
 
-FV_CLONES void load_float(const void* logits, int64_t n, float* x, int32_t* block_max) { load_blocks<LoadFloat>(logits, n, x, block_max); }
-FV_CLONES void load_half(const void* logits, int64_t n, float* x, int32_t* block_max) { load_blocks<LoadHalf>(logits, n, x, block_max); }
+FV_CLONES void load_float(const void* logits, int64_t n, float* x, int32_t* block_max) {
+    load_blocks<LoadFloat>(logits, n, x, block_max);
+}
+FV_CLONES void load_half(const void* logits, int64_t n, float* x, int32_t* block_max) {
+    load_blocks<LoadHalf>(logits, n, x, block_max);
+}
 FV_CLONES void load_bfloat16(const void* logits, int64_t n, float* x, int32_t* block_max) {
     load_blocks<LoadBFloat16>(logits, n, x, block_max);
 }
@@ -73,7 +77,9 @@ struct Scratch {
 
 using LoadRow = void (*)(const void*, int64_t, float*, int32_t*);
 
-void topk_row(LoadRow load, const void* logits, int64_t n, int64_t k, const int64_t* d2t, Scratch& s, float* values, int32_t* tokens) {
+void topk_row(
+    LoadRow load, const void* logits, int64_t n, int64_t k, const int64_t* d2t, Scratch& s, float* values,
+    int32_t* tokens) {
     const int64_t blocks = (n + kBlock - 1) / kBlock;
     load(logits, n, s.x.data(), s.block_max.data());
     s.order.assign(s.block_max.begin(), s.block_max.end());
@@ -103,16 +109,18 @@ void topk_row(LoadRow load, const void* logits, int64_t n, int64_t k, const int6
     }
 }
 
-void draft_topk_cpu(const Tensor logits, const OptTensor d2t, const OptTensor cu_nodes, Tensor values, Tensor tokens) {
+void draft_topk_cpu(
+    const Tensor logits, const OptTensor d2t, const OptTensor cu_nodes, Tensor values, Tensor tokens) {
     constexpr const char* kOp = "draft_topk";
-    check_tensor(kOp, "logits", logits, {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAny, kAny}, logits, true);
+    check_tensor(kOp, "logits", logits, {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAny, kAny},
+                 logits, true);
     const int64_t rows = logits.size(0), n = logits.size(1);
     FV_CHECK(n <= kMaxVocab, kOp, ": logits must be at most ", kMaxVocab, " entries wide; got ", describe(logits),
              ". Fix: pass one vocabulary row per node.");
     check_tensor(kOp, "values", values, {ScalarType::Float}, {rows, kAny}, logits);
     const int64_t k = values.size(1), limit = std::min<int64_t>(n, kMaxBeam);
-    FV_CHECK(k >= 1 && k <= limit, kOp, ": values must be 1..", limit, " candidates wide (at most the draft vocabulary and ",
-             kMaxBeam, "); got ", describe(values), ". Fix: choose k in that range.");
+    FV_CHECK(k >= 1 && k <= limit, kOp, ": values must be 1..", limit,
+             " candidates wide (at most the draft vocabulary and ", kMaxBeam, "); got ", describe(values), ". Fix: choose k in that range.");
     check_tensor(kOp, "tokens", tokens, {ScalarType::Int}, {rows, k}, logits);
     check_optional(kOp, "d2t", d2t, {ScalarType::Long}, {n}, logits);
     check_optional(kOp, "cu_nodes", cu_nodes, {ScalarType::Int}, {kAny}, logits);
@@ -131,7 +139,9 @@ void draft_topk_cpu(const Tensor logits, const OptTensor d2t, const OptTensor cu
     int32_t* token_out = mptr<int32_t>(tokens);
     torch::stable::parallel_for(0, valid, 1, [&](int64_t begin, int64_t end) {
         Scratch s{std::vector<float>(n), std::vector<int32_t>((n + kBlock - 1) / kBlock), {}, {}};
-        for (int64_t r = begin; r < end; ++r) topk_row(load, in + r * stride, n, k, offsets, s, value_out + r * k, token_out + r * k);
+        for (int64_t r = begin; r < end; ++r) {
+            topk_row(load, in + r * stride, n, k, offsets, s, value_out + r * k, token_out + r * k);
+        }
     });
     std::fill(value_out + valid * k, value_out + rows * k, 0.0f);
     std::fill(token_out + valid * k, token_out + rows * k, 0);

@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include "algo/tree.h"
@@ -41,7 +40,7 @@ void first_level(const Level& s) {
         s.pool_index[j] = static_cast<int32_t>(j);
         s.next_positions[j] = s.position;
         write_mask_row(s.mask + j * s.words, nullptr, s.words, j);
-        std::memcpy(s.next_hidden + j * s.row_bytes, s.hidden, s.row_bytes);
+        std::copy_n(s.hidden, s.row_bytes, s.next_hidden + j * s.row_bytes);
     }
 }
 
@@ -65,7 +64,7 @@ void next_level(const Level& s, uint64_t* keys, uint64_t* old_mask) {
         s.pool_index[i] = static_cast<int32_t>(offset + c);
         s.next_positions[i] = s.position;
         write_mask_row(s.mask + i * s.words, old_mask + parent * s.words, s.words, s.level * k + i);
-        std::memcpy(s.next_hidden + i * s.row_bytes, s.hidden + parent * s.hidden_stride, s.row_bytes);
+        std::copy_n(s.hidden + parent * s.hidden_stride, s.row_bytes, s.next_hidden + i * s.row_bytes);
     }
 }
 
@@ -99,10 +98,12 @@ void grow_tree_cpu(
     check_tensor(kOp, "next_tokens", next_tokens, {ScalarType::Int}, {beam}, like);
     check_tensor(kOp, "next_positions", next_positions, {ScalarType::Int}, {beam}, like);
     check_tensor(kOp, "next_hidden", next_hidden, {hidden.scalar_type()}, {beam, hidden.size(1)}, like);
-    FV_CHECK(pool >= pool_end(level, k), kOp, ": pool_scores must be at least ", pool_end(level, k), " entries wide at level ",
-             level, " with k ", k, "; got ", pool, ". Fix: allocate k + (levels-1)*k*k entries per request.");
-    FV_CHECK(words <= kMaxMaskWords && 64 * words >= columns, kOp, ": mask must be ", (columns + 63) / 64, "..", kMaxMaskWords,
-             " words wide at level ", level, " with k ", k, "; got ", words, ". Fix: allocate ceil(levels*k/64) words per row.");
+    FV_CHECK(pool >= pool_end(level, k), kOp, ": pool_scores must be at least ", pool_end(level, k),
+             " entries wide at level ", level, " with k ", k, "; got ", pool,
+             ". Fix: allocate k + (levels-1)*k*k entries per request.");
+    FV_CHECK(words <= kMaxMaskWords && 64 * words >= columns, kOp, ": mask must be ", (columns + 63) / 64, "..",
+             kMaxMaskWords, " words wide at level ", level, " with k ", k, "; got ", words,
+             ". Fix: allocate ceil(levels*k/64) words per row.");
     FV_CHECK(beam == 0 || hidden.size(1) == 0 || hidden.const_data_ptr() != next_hidden.const_data_ptr(), kOp,
              ": next_hidden must be another buffer than hidden; got the same one. Fix: use two buffers in turn.");
 

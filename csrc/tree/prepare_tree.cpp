@@ -29,7 +29,8 @@ bool cu_nodes_ok(const int32_t* cu, int64_t batch, int64_t rows) {
 }
 
 // Bits and depths of one request's rows [base, base + n); parent == nullptr: a chain. Returns flags.
-int32_t write_nodes(const int32_t* parent, int64_t base, int64_t n, int64_t prefix, int64_t row_base, const Outputs& out) {
+int32_t write_nodes(
+    const int32_t* parent, int64_t base, int64_t n, int64_t prefix, int64_t row_base, const Outputs& out) {
     int32_t flags = 0;
     std::vector<int32_t> depths(parent && (out.depth || out.positions) ? n : 0);
     for (int64_t i = 0; i < n; ++i) {
@@ -45,7 +46,8 @@ int32_t write_nodes(const int32_t* parent, int64_t base, int64_t n, int64_t pref
         if (out.positions) out.positions[row] = static_cast<int32_t>(prefix + depth);
         if (!out.mask) continue;
         uint64_t* words = out.mask + row * out.words;
-        const bool fits = parent ? write_mask_row(words, up < 0 ? nullptr : out.mask + (base + up) * out.words, out.words, column)
+        const uint64_t* parent_words = up < 0 ? nullptr : out.mask + (base + up) * out.words;
+        const bool fits = parent ? write_mask_row(words, parent_words, out.words, column)
                                  : write_chain_row(words, out.words, column);
         if (!fits) flags |= kFlagBadTree;
     }
@@ -53,7 +55,8 @@ int32_t write_nodes(const int32_t* parent, int64_t base, int64_t n, int64_t pref
 }
 
 // KV slots of the cache positions [first, first + n) through one row of the page table. Returns flags.
-int32_t write_slots(const int32_t* pages, int64_t num_pages, int64_t page_size, int64_t first, int64_t n, int64_t* slots) {
+int32_t write_slots(
+    const int32_t* pages, int64_t num_pages, int64_t page_size, int64_t first, int64_t n, int64_t* slots) {
     int32_t flags = 0;
     for (int64_t i = 0; i < n; ++i) {
         const int64_t at = first + i;
@@ -88,9 +91,10 @@ void fill_padding(const Outputs& out, int64_t from, int64_t rows) {
 }
 
 void prepare_tree_cpu(
-    const OptTensor parents, const Tensor cu_nodes, const Tensor prefix_len, const Tensor page_table, const OptTensor mask,
-    const OptTensor depth, const OptTensor positions, const OptTensor slots, const OptTensor first_child,
-    const OptTensor next_sibling, const OptTensor schedule, const OptTensor flags, int64_t page_size, int64_t row_base) {
+    const OptTensor parents, const Tensor cu_nodes, const Tensor prefix_len, const Tensor page_table,
+    const OptTensor mask, const OptTensor depth, const OptTensor positions, const OptTensor slots,
+    const OptTensor first_child, const OptTensor next_sibling, const OptTensor schedule, const OptTensor flags,
+    int64_t page_size, int64_t row_base) {
     constexpr const char* kOp = "prepare_tree";
     const Tensor& like = cu_nodes;
     check_tensor(kOp, "cu_nodes", cu_nodes, {ScalarType::Int}, {kAny}, like);
@@ -115,12 +119,13 @@ void prepare_tree_cpu(
     check_optional(kOp, "flags", flags, {ScalarType::Int}, {batch}, like);
     FV_CHECK(!mask || (mask->size(1) >= 1 && mask->size(1) <= kMaxMaskWords), kOp, ": mask must be 1..", kMaxMaskWords,
              " words wide; got ", describe(*mask), ". Fix: allocate ceil(columns/64) words per row.");
-    FV_CHECK(page_size >= 1, kOp, ": page_size must be at least 1; got ", page_size, ". Fix: pass the cache's page size.");
+    FV_CHECK(page_size >= 1, kOp, ": page_size must be at least 1; got ", page_size,
+             ". Fix: pass the cache's page size.");
     FV_CHECK(row_base >= 0 && row_base <= INT32_MAX, kOp, ": row_base must be in 0..", INT32_MAX, "; got ", row_base,
              ". Fix: pass the forest column of the first row (0 for a verify tree).");
 
-    const int32_t *cu = cptr<int32_t>(cu_nodes), *prefix = cptr<int32_t>(prefix_len), *pages = cptr<int32_t>(page_table);
-    const int32_t* parent = cptr<int32_t>(parents);
+    const int32_t *cu = cptr<int32_t>(cu_nodes), *prefix = cptr<int32_t>(prefix_len);
+    const int32_t *pages = cptr<int32_t>(page_table), *parent = cptr<int32_t>(parents);
     const int64_t num_pages = page_table.size(1);
     const Outputs out{mptr<uint64_t>(mask), mask ? mask->size(1) : 0, mptr<int32_t>(depth), mptr<int32_t>(positions),
                       mptr<int64_t>(slots), mptr<int32_t>(first_child), mptr<int32_t>(next_sibling)};
@@ -135,7 +140,10 @@ void prepare_tree_cpu(
                 const int64_t base = cu[b], n = cu[b + 1] - base;
                 const int32_t* p = parent ? parent + base : nullptr;
                 flag |= write_nodes(p, base, n, prefix[b], row_base, out);
-                if (out.slots) flag |= write_slots(pages + b * num_pages, num_pages, page_size, prefix[b] + row_base, n, out.slots + base);
+                if (out.slots) {
+                    flag |= write_slots(pages + b * num_pages, num_pages, page_size, prefix[b] + row_base, n,
+                                        out.slots + base);
+                }
                 if (out.first_child || out.next_sibling) write_links(p, base, n, out, scratch);
             }
             if (flag_out) flag_out[b] = flag;

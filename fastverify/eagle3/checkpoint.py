@@ -2,7 +2,7 @@
 
 Read: a folder with config.json and model.safetensors (single or sharded) or pytorch_model.bin (single or sharded; opened
 with weights_only=True, so that no pickled code runs). Names: `midlayer.*` or `layers.N.*`, with any of the prefixes below.
-Sources of the checks: public reports of wrong drafts that ran with exact output and a poor accept length; docs/decisions.md.
+The checks come from public reports of wrong drafts: they ran with exact output and a poor accept length.
 """
 
 import hashlib
@@ -14,10 +14,9 @@ from typing import Any, Optional
 
 import torch
 
-from ..models.config import LoadError
 from ..models.hf import read_json
 from .draft import Eagle3Draft
-from .draft_config import DraftConfig, resolve_config
+from .draft_config import DraftConfig, error, resolve_config
 
 _PREFIXES = ("model.", "module.", "draft_model.", "eagle_module.", "eagle.")
 _RENAMED = {"draft_id_to_target_id": "d2t", "target_id_to_draft_id": "t2d", "aux_norm_low.weight": "fc_norm.0.weight",
@@ -43,7 +42,7 @@ def load_draft(path: "str | Path", target: Any, *, dtype: torch.dtype = torch.fl
     listed), shapes, another hidden size or vocabulary, aux layers out of range, a vocabulary map that cannot be right.
     """
     if d2t_format not in D2T_FORMATS:
-        raise LoadError(f"load_draft: d2t_format must be one of {', '.join(D2T_FORMATS)}; got {d2t_format!r}. Fix: leave it out")
+        raise error(f"d2t_format must be one of {', '.join(D2T_FORMATS)}", f"{d2t_format!r}", "leave it out")
     facts, target_embed, target_head = _target_facts(target)
     raw, tensors = read_files(Path(path))
     tensors, ignored = normalise_names(tensors)
@@ -69,19 +68,22 @@ def load_draft(path: "str | Path", target: Any, *, dtype: torch.dtype = torch.fl
 def read_files(path: Path) -> tuple:
     """(config dict, {stored name: tensor}) of a draft folder."""
     if not path.is_dir():
-        raise LoadError(f"load_draft: path must be a folder with config.json and weights; got {path}, "
-                                f"{'a file' if path.exists() else 'which does not exist'}. Fix: give the draft's folder")
+        raise error("path must be a folder with config.json and weights",
+                    f"{path}, {'a file' if path.exists() else 'which does not exist'}",
+                    "give the draft's folder")
     config = read_json(path / "config.json")
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (path / index).exists():
-            files = sorted(set(read_json(path / index).get("weight_map", {}).values()))
+            names = read_json(path / index).get("weight_map")
+            files = sorted(set(names.values())) if isinstance(names, dict) else []
             break
     else:
         found = [n for n in ("model.safetensors", "pytorch_model.bin") if (path / n).exists()]
         files = found[:1] or [p.name for p in sorted(path.glob("*.safetensors"))]
     if not files:
-        raise LoadError(f"load_draft: {path} must hold model.safetensors or pytorch_model.bin; got "
-                                f"{sorted(p.name for p in path.iterdir())}. Fix: download the weights too")
+        raise error(f"{path} must hold model.safetensors or pytorch_model.bin",
+                    f"{sorted(p.name for p in path.iterdir())}",
+                    "download the weights too")
     tensors: dict = {}
     for name in files:
         tensors.update(_read_weights(path / name))
@@ -90,7 +92,7 @@ def read_files(path: Path) -> tuple:
 
 def _read_weights(path: Path) -> dict:
     if not path.exists():
-        raise LoadError(f"load_draft: the shard {path.name} must exist; got none in {path.parent}. Fix: download it")
+        raise error(f"the shard {path.name} must exist", f"none in {path.parent}", "download it")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -98,10 +100,11 @@ def _read_weights(path: Path) -> dict:
         data = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as exc:  # each library has its own error types; all mean the same here
         reason = str(exc).strip().splitlines() or [type(exc).__name__]
-        raise LoadError(f"load_draft: {path} must be a whole weight file; got {path.stat().st_size} bytes that cannot be read "
-                         f"({reason[0][:120]}). Fix: download it again") from exc
+        raise error(f"{path} must be a whole weight file",
+                    f"{path.stat().st_size} bytes that cannot be read ({reason[0][:120]})",
+                    "download it again") from exc
     if not isinstance(data, dict) or not all(isinstance(v, torch.Tensor) for v in data.values()):
-        raise LoadError(f"load_draft: {path} must hold a dict of tensors; got {type(data).__name__}. Fix: save the state dict alone")
+        raise error(f"{path} must hold a dict of tensors", f"{type(data).__name__}", "save the state dict alone")
     return data
 
 
@@ -121,19 +124,22 @@ def normalise_names(tensors: dict) -> tuple:
         name = re.sub(r"^midlayer\.", "layers.0.", name)
         name = _RENAMED.get(name, name)
         if name in out:
-            raise LoadError(f"load_draft: tensor names must be unique after their prefixes are removed; got {origin[name]} and "
-                             f"{stored} for {name}. Fix: remove one from the file")
+            raise error("tensor names must be unique after their prefixes are removed",
+                        f"{origin[name]} and {stored} for {name}",
+                        "remove one from the file")
         out[name], origin[name] = tensor, stored
     return out, ignored
 
 
 def _refuse_other_kinds(tensors: dict) -> None:
     if any("kv_a_proj_with_mqa" in k for k in tensors):
-        raise LoadError("load_draft: the draft must use q/k/v projections; got an MLA draft (kv_a_proj_with_mqa). "
-                         "Fix: use a draft with grouped-query attention")
+        raise error("the draft must use q/k/v projections",
+                    "an MLA draft (kv_a_proj_with_mqa)",
+                    "use a draft with grouped-query attention")
     if "fc.weight" in tensors and "layers.0.hidden_norm.weight" not in tensors and "norm.weight" not in tensors:
-        raise LoadError("load_draft: the draft must be an EAGLE-3 head; got an EAGLE-1/2 head (no hidden_norm, no final norm). "
-                         "Fix: use an EAGLE-3 draft")
+        raise error("the draft must be an EAGLE-3 head",
+                    "an EAGLE-1/2 head (no hidden_norm, no final norm)",
+                    "use an EAGLE-3 draft")
 
 
 def expected_shapes(c: DraftConfig, tensors: dict) -> tuple:
@@ -169,23 +175,26 @@ def check_tensors(c: DraftConfig, tensors: dict) -> None:
     fc = tensors.get("fc.weight")
     if fc is not None and fc.dim() == 2 and fc.size(1) != len(c.aux_layers) * c.target_hidden_size:
         chunks = fc.size(1) / c.target_hidden_size
-        raise LoadError(
-            f"load_draft: fc.weight must read {len(c.aux_layers)} aux layers of hidden size {c.target_hidden_size} "
-            f"({len(c.aux_layers) * c.target_hidden_size} columns); got {fc.size(1)} columns ({chunks:g} x {c.target_hidden_size}). "
-            "Fix: use the draft that was trained for this target")
+        raise error(f"fc.weight must read {len(c.aux_layers)} aux layers of hidden size {c.target_hidden_size} "
+                    f"({len(c.aux_layers) * c.target_hidden_size} columns)",
+                    f"{fc.size(1)} columns ({chunks:g} x {c.target_hidden_size})",
+                    "use the draft that was trained for this target")
     need, may = expected_shapes(c, tensors)
     missing, unexpected = sorted(need.keys() - tensors.keys()), sorted(tensors.keys() - need.keys() - may.keys())
     if missing or unexpected:
-        raise LoadError(f"load_draft: the draft's tensors must be exactly those of its config; got missing {missing}, "
-                         f"unexpected {unexpected}. Fix: use weights and config.json of one draft")
+        raise error("the draft's tensors must be exactly those of its config",
+                    f"missing {missing}, unexpected {unexpected}",
+                    "use weights and config.json of one draft")
     allowed = {**need, **may}
     for name, tensor in sorted(tensors.items()):
         if name not in ("d2t", "t2d") and tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise LoadError(f"load_draft: {name} must be a floating-point tensor of 16 bits or more; got {tensor.dtype}. "
-                            "Fix: use the unquantised checkpoint")
+            raise error(f"{name} must be a floating-point tensor of 16 bits or more",
+                        f"{tensor.dtype}",
+                        "use the unquantised checkpoint")
         if tuple(tensor.shape) != allowed[name]:
-            raise LoadError(f"load_draft: {name} must be {list(allowed[name])}; got {list(tensor.shape)}. "
-                             "Fix: use weights and config.json of one draft")
+            raise error(f"{name} must be {list(allowed[name])}",
+                        f"{list(tensor.shape)}",
+                        "use weights and config.json of one draft")
 
 
 # ---- vocabulary and embedding --------------------------------------------------------------------------------------------
@@ -193,53 +202,62 @@ def check_tensors(c: DraftConfig, tensors: dict) -> None:
 
 def vocabulary_map(c: DraftConfig, d2t: Optional[torch.Tensor], t2d: Optional[torch.Tensor],
                    d2t_format: str = "offset") -> Optional[torch.Tensor]:
-    """Checked int64 [Vd] offsets (target id = i + d2t[i]), or None when draft ids are target ids."""
+    """Checked int64 [Vd] offsets (target id = i + d2t[i]), or None when draft ids are target ids.
+
+    d2t  int64 or int32 [Vd] or None; t2d bool or int [V] or None: the marks must be exactly the mapped ids."""
     v, vd = c.vocab_size, c.draft_vocab_size
     if vd > v:
-        raise LoadError(f"load_draft: draft_vocab_size must be at most vocab_size {v}; got {vd}. Fix: check config.json")
+        raise error(f"draft_vocab_size must be at most vocab_size {v}", f"{vd}", "check config.json")
     index = torch.arange(vd)
     if d2t_format == "identity":
         ids, c.sources["d2t"] = index, "argument d2t_format: the first ids"
-    elif d2t is None:
-        if vd != v:
-            raise LoadError(f"load_draft: d2t must be present when the draft has fewer ids than the target ({vd} of {v}); got "
-                             "none. Fix: use the complete checkpoint, or d2t_format='identity' if its ids are the first ones")
+    elif d2t is not None:
+        ids, c.sources["d2t"] = _mapped_ids(d2t, t2d, v, d2t_format), f"tensor d2t, {d2t_format}"
+    elif vd == v:
         ids, c.sources["d2t"] = index, "absent: draft ids are target ids"
     else:
-        if d2t.dtype not in (torch.int64, torch.int32):
-            raise LoadError(f"load_draft: d2t must be int64 or int32; got {d2t.dtype}. Fix: use the checkpoint as published")
-        d2t = d2t.cpu().long()
-        ids, c.sources["d2t"] = (d2t, "tensor d2t, absolute ids") if d2t_format == "absolute" else (index + d2t, "tensor d2t, offsets")
-        if d2t_format == "offset" and vd < v and not d2t.any() and not (t2d is not None and bool(t2d[:vd].all())):
-            raise LoadError(f"load_draft: d2t must map the draft's {vd} ids into the target's {v}; got all zeros (the first {vd} "
-                             "ids). Fix: d2t_format='identity' if that is meant, else use the complete checkpoint")
-        bad = (ids < 0) | (ids >= v)
-        repeated = ids.unique().numel() < vd
-        if (bad.any() or repeated) and d2t_format == "offset" and bool((d2t[1:] > d2t[:-1]).all()) and 0 <= int(d2t[0]) and int(d2t[-1]) < v:
-            raise LoadError("load_draft: d2t must hold offsets (target id = i + d2t[i]); got increasing values that look like "
-                             "absolute ids. Fix: d2t_format='absolute'")
-        if bad.any():
-            first = int(bad.nonzero()[0])
-            raise LoadError(f"load_draft: d2t must map into [0, {v}); got id {int(ids[first])} for draft id {first} "
-                             f"({int(bad.sum())} out of range). Fix: use the d2t of this draft")
-        if repeated:
-            raise LoadError(f"load_draft: d2t must map to {vd} different ids; got {ids.unique().numel()}. Fix: use the d2t of this draft")
-        if not bool((ids[1:] > ids[:-1]).all()):
-            c.notes.append("d2t is not increasing: unusual for a map sorted by id")
+        raise error(f"d2t must be present when the draft has fewer ids than the target ({vd} of {v})", "none",
+                    "use the complete checkpoint, or d2t_format='identity' if its ids are the first ones")
+    if not bool((ids[1:] > ids[:-1]).all()):
+        c.notes.append("d2t is not increasing: unusual for a map sorted by id")
     if t2d is not None:
         t2d = t2d.cpu().bool()
         if int(t2d.sum()) != vd or not bool(t2d[ids].all()):
-            raise LoadError(f"load_draft: t2d must mark exactly the {vd} ids of d2t; got {int(t2d.sum())} marked, "
-                             f"{int(t2d[ids].sum())} of them in d2t. Fix: use d2t and t2d of one draft")
+            raise error(f"t2d must mark exactly the {vd} ids of d2t",
+                        f"{int(t2d.sum())} marked, {int(t2d[ids].sum())} of them in d2t", "use d2t and t2d of one draft")
     offsets = ids - index
     return offsets if offsets.any() else None
+
+
+def _mapped_ids(d2t: torch.Tensor, t2d: Optional[torch.Tensor], v: int, d2t_format: str) -> torch.Tensor:
+    """Target ids int64 [Vd] of a d2t tensor: in range, all different, and meant as the stated format."""
+    vd = d2t.numel()
+    if d2t.dtype not in (torch.int64, torch.int32):
+        raise error("d2t must be int64 or int32", f"{d2t.dtype}", "use the checkpoint as published")
+    d2t = d2t.cpu().long()
+    ids = d2t if d2t_format == "absolute" else torch.arange(vd) + d2t
+    if d2t_format == "offset" and vd < v and not d2t.any() and not (t2d is not None and bool(t2d[:vd].all())):
+        raise error(f"d2t must map the draft's {vd} ids into the target's {v}", f"all zeros (the first {vd} ids)",
+                    "d2t_format='identity' if that is meant, else use the complete checkpoint")
+    bad, distinct = (ids < 0) | (ids >= v), ids.unique().numel()
+    if not bad.any() and distinct == vd:
+        return ids
+    if d2t_format == "offset" and bool((d2t[1:] > d2t[:-1]).all()) and 0 <= int(d2t[0]) and int(d2t[-1]) < v:
+        raise error("d2t must hold offsets (target id = i + d2t[i])", "increasing values that look like absolute ids",
+                    "d2t_format='absolute'")
+    if bad.any():
+        first = int(bad.nonzero()[0])
+        raise error(f"d2t must map into [0, {v})",
+                    f"id {int(ids[first])} for draft id {first} ({int(bad.sum())} out of range)", "use the d2t of this draft")
+    raise error(f"d2t must map to {vd} different ids", f"{distinct}", "use the d2t of this draft")
 
 
 def _shared_head(c: DraftConfig, target_head: Optional[torch.Tensor], d2t: Optional[torch.Tensor]) -> torch.Tensor:
     """The target head's rows of the draft vocabulary: the tensor itself for the whole vocabulary, else a copy."""
     if target_head is None or c.hidden_size != c.target_hidden_size:
-        raise LoadError("load_draft: the draft must bring lm_head.weight or share the target's; got neither (it needs the target "
-                        "model, not its config, of equal hidden size). Fix: pass the target model, or use the complete checkpoint")
+        raise error("the draft must bring lm_head.weight or share the target's",
+                    "neither (it needs the target model, not its config, of equal hidden size)",
+                    "pass the target model, or use the complete checkpoint")
     c.sources["head"] = "lm_head.weight absent: the target's rows"
     if d2t is None:
         return target_head[: c.draft_vocab_size]
@@ -251,22 +269,25 @@ def _embedding(c: DraftConfig, own: Optional[torch.Tensor], target: Optional[tor
     """The draft's own table, or the target's tensor itself; None when only a target config was given."""
     if own is None:
         if c.hidden_size != c.target_hidden_size:
-            raise LoadError(f"load_draft: the draft must bring embed_tokens.weight when its hidden size {c.hidden_size} is not the "
-                             f"target's {c.target_hidden_size}; got none. Fix: use the complete checkpoint")
+            raise error(f"the draft must bring embed_tokens.weight when its hidden size {c.hidden_size} is not the "
+                        f"target's {c.target_hidden_size}",
+                        "none",
+                        "use the complete checkpoint")
         c.sources["embedding"] = "embed_tokens.weight absent: the target's"
         if target is not None and target.device.type != torch.device(device).type:
-            raise LoadError(f"load_draft: device must be the target's {target.device.type}, whose embedding the draft shares; got "
-                            f"{device}. Fix: load both on one device")
+            raise error(f"device must be the target's {target.device.type}, whose embedding the draft shares",
+                        f"{device}",
+                        "load both on one device")
         return target
     own = own.to(device=device, dtype=dtype)
     c.sources["embedding"] = "tensor embed_tokens.weight"
     if target is None or target.size(1) != own.size(1):
         return own
-    rows = torch.arange(0, min(own.size(0), target.size(0)), max(1, own.size(0) // 256), device=own.device)
-    a, b = own[rows].float(), target[rows.to(target.device)].to(own.device).float()
-    if target.device == own.device and torch.equal(a.to(dtype), b.to(dtype)) and torch.equal(own, target[: own.size(0)].to(dtype)):
+    if target.device == own.device and torch.equal(own, target[: own.size(0)].to(dtype)):
         c.sources["embedding"] = "tensor embed_tokens.weight, equal to the target's"
         return target
+    rows = torch.arange(0, min(own.size(0), target.size(0)), max(1, own.size(0) // 256))
+    a, b = own[rows.to(own.device)].float(), target[rows.to(target.device)].to(own.device).float()
     cosine = float(torch.nn.functional.cosine_similarity(a, b, dim=-1).mean())
     if cosine < 0.999:
         text = f"the draft's embedding is not this target's (mean cosine {cosine:.3f}): is it the draft of another model?"
@@ -285,8 +306,9 @@ def _target_facts(target: Any) -> tuple:
     layers = get("num_layers") or get("num_hidden_layers")
     facts = (get("hidden_size"), get("vocab_size"), layers)
     if not all(type(f) is int for f in facts):
-        raise LoadError("load_draft: target must be a target model or its config (hidden_size, vocab_size, num_layers); got "
-                         f"{type(target).__name__}. Fix: load the target first")
+        raise error("target must be a target model or its config (hidden_size, vocab_size, num_layers)",
+                    f"{type(target).__name__}",
+                    "load the target first")
     return facts, getattr(target, "embed_weight", None), getattr(target, "lm_head_weight", None)
 
 

@@ -129,7 +129,7 @@ class Eagle3Draft:
         c, first = self.config, self.layers[0]
         src = c.sources.get
 
-        def listed(ids: tuple) -> str:
+        def listed(ids) -> str:
             return ", ".join(map(str, ids))
 
         rows = [("trained for", c.trained_for, "config"),
@@ -137,8 +137,8 @@ class Eagle3Draft:
                 ("aux layers, inputs", "before " + listed(c.aux_layers), src("aux_layers")),
                 ("aux layers, outputs", "after " + listed(c.aux_layers_output), "the same layers"),
                 ("vocabulary", f"{c.draft_vocab_size} of {c.vocab_size} ids", src("d2t")),
-                ("embedding", f"[{listed(tuple(self.embed.shape))}]" if self.embed is not None else "to be set", src("embedding")),
-                ("head", f"[{listed(tuple(self.head.shape))}]", src("head")),
+                ("embedding", "to be set" if self.embed is None else f"[{listed(self.embed.shape)}]", src("embedding")),
+                ("head", f"[{listed(self.head.shape)}]", src("head")),
                 ("layers", str(c.num_layers), src("num_layers")),
                 ("hidden size", str(c.hidden_size), src("hidden_size")),
                 ("heads", f"{c.num_heads} query, {c.num_kv_heads} key/value of {c.head_dim}", src("num_attention_heads")),
@@ -164,9 +164,9 @@ def _layer(w: dict, i: int) -> DraftLayer:
     return DraftLayer(
         input_norm=w[p + "input_layernorm.weight"], hidden_norm=w.get(p + "hidden_norm.weight"),
         qkv=stack("weight", *qkv), qkv_bias=stack("bias", *qkv), q_norm=w.get(p + "self_attn.q_norm.weight"),
-        k_norm=w.get(p + "self_attn.k_norm.weight"), o=w[p + "self_attn.o_proj.weight"], o_bias=w.get(p + "self_attn.o_proj.bias"),
-        post_norm=w[p + "post_attention_layernorm.weight"], gate_up=stack("weight", "mlp.gate_proj", "mlp.up_proj"),
-        down=w[p + "mlp.down_proj.weight"])
+        k_norm=w.get(p + "self_attn.k_norm.weight"), o=w[p + "self_attn.o_proj.weight"],
+        o_bias=w.get(p + "self_attn.o_proj.bias"), post_norm=w[p + "post_attention_layernorm.weight"],
+        gate_up=stack("weight", "mlp.gate_proj", "mlp.up_proj"), down=w[p + "mlp.down_proj.weight"])
 
 
 def _activation(x: torch.Tensor, name: str) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
     python -m fastverify.eagle3.train prompts  --seeds DIR --tokenizer T --out prompts.npz
     python -m fastverify.eagle3.train generate --target T --prompts prompts.npz --out replies.npz
-    python -m fastverify.eagle3.train vocab    --target T --replies replies.npz --size 8192 --out vocab.npy
+    python -m fastverify.eagle3.train vocab    --tokenizer T --replies replies.npz --size 8192 --out vocab.npy
     python -m fastverify.eagle3.train train    --target T --replies replies.npz --vocab vocab.npy --work DIR
     python -m fastverify.eagle3.train eval     --target T --draft DIR --prompts evalset.npz --out eval.json
     python -m fastverify.eagle3.train export   --work DIR --out DIR2 --target-name NAME --target-sha256 HASH
@@ -223,9 +223,9 @@ def cmd_generate(a) -> None:
 
 
 def cmd_vocab(a) -> None:
-    r = Replies.load(a.replies)
-    size = json.load(open(a.must)) if a.must else []
-    ids, cover = choose_vocab(r, a.size, a.vocab_size, sorted(set(size) | {0, 1, 2}))
+    from .train_prompts import keep_tokens
+    must = keep_tokens(a.tokenizer) if a.tokenizer else [0, 1, 2]
+    ids, cover = choose_vocab(Replies.load(a.replies), a.size, a.vocab_size, must)
     np.save(a.out, ids)
     print(f"vocab: {len(ids)} of {a.vocab_size} ids cover {100 * cover:.3f} % of the generated tokens")
 
@@ -280,7 +280,7 @@ def cmd_export(a) -> None:
     net = Eagle3Draft(DraftConfig(**s["draft"]))
     net.load_state_dict(s["ema"])
     save_draft(net, a.out, dict(name=a.target_name, sha256=a.target_sha256), getattr(torch, a.dtype))
-    record = dict(steps=s["step"], tokens_seen=s["tokens"], minutes=round(s["seconds"] / 60, 2), hyper_parameters=s["config"],
+    record = dict(steps=s["step"], tokens_seen=s["tokens"], minutes=round(s["seconds"] / 60, 2), hyper_parameters={k: v for k, v in s["config"].items() if v != float("inf")},
                   held_out=s["curve"]["eval"][-1] if s["curve"]["eval"] else None)
     if a.extra:
         with open(a.extra) as f:
@@ -314,7 +314,7 @@ def parser() -> argparse.ArgumentParser:
     add("evalset", cmd_evalset, "tokenizer", "out", limit=0).add_argument("--jsonl", nargs="+", required=True)
     q = add("generate", cmd_generate, "target", "prompts", "out", max_new=384, samples=2, rows=2048, max_seconds=1e9)
     q.add_argument("--eos", type=int, nargs="+", default=[2])
-    add("vocab", cmd_vocab, "replies", "out", size=8192, vocab_size=49152, must=None)
+    add("vocab", cmd_vocab, "replies", "out", size=8192, vocab_size=49152, tokenizer=None)
     q = add("train", cmd_train, "target", "replies", "vocab", "work", random_init=False)
     for name, f in TrainConfig.__dataclass_fields__.items():
         if name not in ("seed", "betas"):

@@ -25,10 +25,10 @@ class SoftCrossEntropy(torch.autograd.Function):
         grad, total = torch.empty_like(logits), logits.new_zeros((), dtype=torch.float32)
         for a in range(0, logits.shape[0], 8192):
             s = slice(a, a + 8192)
-            x, q, wa = logits[s].float(), p[s].float(), w[s].float()
-            log_z = x.logsumexp(-1)
-            total += ((log_z - (q * x).sum(-1)) * wa).sum()
-            grad[s] = x.sub_(log_z[:, None]).exp_().sub_(q).mul_(wa[:, None]).to(grad.dtype)
+            log_q, wa = logits[s].log_softmax(-1, dtype=torch.float32), w[s].float()
+            total -= torch.linalg.vecdot(log_q, p[s].float()).dot(wa)
+            torch.mul(log_q.exp_().sub_(p[s]), wa[:, None], out=log_q)
+            grad[s] = log_q
         ctx.save_for_backward(grad)
         return total
 

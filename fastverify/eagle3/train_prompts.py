@@ -375,6 +375,16 @@ def seeds(folder: str) -> dict[str, Callable[[random.Random], str]]:
                 structured=lambda r: _structured(r, w))
 
 
+def keep_tokens(tokenizer: str) -> list[int]:
+    """Ids that every draft vocabulary keeps: eos, single ASCII characters (digits among them) and runs of white space."""
+    from ..models.tokenizer import load_tokenizer
+
+    tok = load_tokenizer(tokenizer)
+    texts = [tok.decode([i]) for i in range(tok.vocab_size)]
+    plain = {i for i, t in enumerate(texts) if len(t) <= 16 and (t.strip() == "" or (len(t) == 1 and ord(t) < 127))}
+    return sorted(plain | {0, 1, 2} | set(tok.eos_ids))
+
+
 # ------------------------------------------------------------------------------------------------------------------
 
 
@@ -390,28 +400,34 @@ def _turns(paths: list[str]) -> list[tuple[str, list[str]]]:
 
 
 class ChatText:
-    """A tokenizer folder and its chat template; ids are made without added special tokens (the template holds them)."""
+    """Chat turns as token ids, in the model's own template (Hugging Face folder or GGUF file)."""
 
     def __init__(self, path: str):
-        from transformers import AutoTokenizer
-        self.tok = AutoTokenizer.from_pretrained(path)
+        from ..models.tokenizer import load_tokenizer
 
-    def first(self, user: str) -> str:
-        return self.tok.apply_chat_template([dict(role="user", content=user)], tokenize=False, add_generation_prompt=True)
+        self.tok = load_tokenizer(path)
 
-    def second(self, user: str) -> str:
+    def first(self, user: str) -> list[int]:
+        """Everything up to the first reply."""
+        return self.tok.apply_chat_template([dict(role="user", content=user)])
+
+    def second(self, user: str) -> list[int]:
         """What follows a reply that ended with eos: the rest of the assistant turn and the next user turn."""
-        mark = "REPLY-MARK"
-        text = self.tok.apply_chat_template([dict(role="user", content="x"), dict(role="assistant", content=mark), dict(role="user", content=user)],
-                                            tokenize=False, add_generation_prompt=True)
-        return text.split(mark)[1].removeprefix(self.tok.eos_token)
+        head = self.first("x")
+        turns = [("user", "x"), ("assistant", "y"), ("user", user)]
+        ids = self.tok.apply_chat_template([dict(role=r, content=t) for r, t in turns])
+        end = next((i for i in range(len(head), len(ids)) if ids[i] in self.tok.eos_ids), None)
+        if ids[: len(head)] != head or end is None:
+            raise ValueError(
+                "prompts: the chat template must end a reply with eos and keep earlier turns as they were; got one that "
+                "does not. Fix: train on single turns (follow=0)"
+            )
+        return ids[end + 1 :]
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        return self.tok(texts, add_special_tokens=False)["input_ids"] if texts else []
 
-
-def build(folder: str, tokenizer: str, out: str, limit: int, seed: int, exclude: list[str], max_tokens: int = 256, max_summary: int = 860) -> None:
-    """Draw distinct prompts per source in the proportions of ``SHARE``, 35 % with a follow-up turn, 1 % held out."""
+def build(folder: str, tokenizer: str, out: str, limit: int, seed: int, exclude: list[str], max_tokens: int = 256,
+          max_summary: int = 860, follow: float = 0.35) -> None:
+    """Draw distinct prompts per source in the proportions of ``SHARE``, a share ``follow`` with a second turn, 1 % held out."""
     banned = {h for _, turns in _turns(exclude) for t in turns for h in shingles(t)}
     whole = {_flat(t).lower() for _, turns in _turns(exclude) for t in turns}
     chat, makers, scale = ChatText(tokenizer), seeds(folder), limit / sum(SHARE.values())
@@ -430,9 +446,9 @@ def build(folder: str, tokenizer: str, out: str, limit: int, seed: int, exclude:
             if len(texts) >= share * scale * 1.15:
                 break
         cap = max_summary if name == "summary" else max_tokens
-        ids = [x for x in chat.encode([chat.first(t) for t in texts]) if len(x) <= cap][:round(share * scale)]
+        ids = [x for x in map(chat.first, texts) if len(x) <= cap][:round(share * scale)]
         first += ids
-        second += chat.encode([chat.second(r.choice(FOLLOW)) if r.random() < 0.35 else "" for _ in ids])
+        second += [chat.second(r.choice(FOLLOW)) if r.random() < follow else [] for _ in ids]
         source += [s] * len(ids)
         mark = np.zeros(len(ids), bool)
         mark[r.sample(range(len(ids)), max(1, round(0.01 * len(ids))))] = True
@@ -448,11 +464,8 @@ def from_jsonl(paths: list[str], tokenizer: str, out: str, limit: int = 0, max_t
     names = sorted({n for n, _ in rows})
     if limit:
         rows = [x for n in names for x in [y for y in rows if y[0] == n][:limit]]
-    ids = chat.encode([chat.first(t[0]) for _, t in rows])
-    follow = [i for i, (_, t) in enumerate(rows) if len(t) > 1]
-    second: list = [[] for _ in rows]
-    for i, x in zip(follow, chat.encode([chat.second(rows[i][1][1]) for i in follow])):
-        second[i] = x
+    ids = [chat.first(t[0]) for _, t in rows]
+    second = [chat.second(t[1]) if len(t) > 1 else [] for _, t in rows]
     keep = [i for i in range(len(rows)) if len(ids[i]) <= max_tokens]
     Prompts(Ragged.of([ids[i] for i in keep]), Ragged.of([second[i] for i in keep]), np.array([names.index(rows[i][0]) for i in keep], np.int16),
             np.ones(len(keep), bool), names).save(out)

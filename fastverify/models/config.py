@@ -10,7 +10,10 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class LoadError(ValueError):
-    """A model or tokenizer that cannot be loaded, in one sentence: `load_target: X must be Y; got Z. Fix: W.`"""
+    """A model or tokenizer that cannot be loaded, in one line: `load_target: X must be Y; got Z. Fix: W.`"""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
 
 
 def check_size(name: str, value, limit: int = 1 << 24) -> int:
@@ -106,7 +109,8 @@ class ModelConfig:
 
     def __post_init__(self):
         check_size("num_layers", self.num_layers, 1 << 12)
-        for name in ("hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim", "max_position"):
+        for name in ("hidden_size", "intermediate_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim",
+                     "max_position"):
             check_size(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise LoadError(f"load_target: the head counts must divide; got {self.num_heads} query and "

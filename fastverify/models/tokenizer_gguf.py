@@ -45,7 +45,8 @@ def from_gguf(path: Path) -> Tokenizer:
     file = open_gguf(path)
     meta = {k.removeprefix("tokenizer."): v for k, v in file.metadata.items() if k.startswith("tokenizer.")}
     if meta.get("ggml.model") != "gpt2":
-        raise LoadError(f"load_tokenizer: tokenizer.ggml.model must be gpt2 (byte-level BPE); got {meta.get('ggml.model')!r}. "
+        raise LoadError("load_tokenizer: tokenizer.ggml.model must be gpt2 (byte-level BPE); got "
+                        f"{meta.get('ggml.model')!r}. "
                         "Fix: load the tokenizer from the model's Hugging Face folder.")
     absent = [k for k in ("ggml.tokens", "ggml.merges") if not isinstance(meta.get(k), list)]
     if absent:
@@ -53,7 +54,8 @@ def from_gguf(path: Path) -> Tokenizer:
                         "Fix: convert the model again.")
     tokens, pre = meta["ggml.tokens"], meta.get("ggml.pre")
     try:
-        bpe = models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[tuple(m.split(" ", 1)) for m in meta["ggml.merges"]],
+        bpe = models.BPE(vocab={t: i for i, t in enumerate(tokens)},
+                         merges=[tuple(m.split(" ", 1)) for m in meta["ggml.merges"]],
                          ignore_merges=_RULES.get(pre) is _LLAMA3)
     except Exception as exc:  # the library raises plain Exception
         raise LoadError(f"load_tokenizer: the merges of {path.name} must be made of its tokens; got {exc}. "
@@ -67,7 +69,8 @@ def from_gguf(path: Path) -> Tokenizer:
                                 for t, kind in zip(tokens, types) if kind == CONTROL])
     backend.add_tokens([AddedToken(t, normalized=False, special=False)
                         for t, kind in zip(tokens, types) if kind == USER_DEFINED])
-    special = {f"{name}_token": tokens[i] for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    special = {name: tokens[i] for name, key in ids.items()
                if (i := meta.get(f"ggml.{key}_token_id")) is not None and i < len(tokens)}
-    return Tokenizer(backend, eos_ids(file.metadata), meta.get("ggml.bos_token_id"), bool(meta.get("ggml.add_bos_token", False)),
-                     meta.get("chat_template"), special)
+    return Tokenizer(backend, eos_ids(file.metadata), meta.get("ggml.bos_token_id"),
+                     bool(meta.get("ggml.add_bos_token", False)), meta.get("chat_template"), special)

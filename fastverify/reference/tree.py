@@ -15,7 +15,7 @@ MAX_KV = 2**31 - 64
 
 
 def draft_topk(logits, d2t, cu_nodes, values, tokens) -> None:
-    """Top k log-probabilities of each row, descending; equal logits: lower draft id first. NaN and +-inf count as -inf."""
+    """Top k log-probabilities of each row, descending; equal logits: lower draft id first. NaN, +inf count as -inf."""
     rows, k = values.shape
     valid = rows if cu_nodes is None else min(max(int(cu_nodes[-1]), 0), rows)
     values.zero_()
@@ -99,7 +99,8 @@ def build_tree(pool_scores, pool_tokens, pool_parents, root_tokens, prefix_len, 
             best = sorted((i for i in range(pool_size) if effective[i] > -math.inf), key=lambda i: (-effective[i], i))
             chosen = sorted(best[: num_nodes - 1])
             node_of = {-1: 0, **{index: node + 1 for node, index in enumerate(chosen)}}
-            nodes = [(int(root_tokens[b]), -1)] + [(int(pool_tokens[b, i]), node_of[int(pool_parents[b, i])]) for i in chosen]
+            nodes = [(int(root_tokens[b]), -1)]
+            nodes += [(int(pool_tokens[b, i]), node_of[int(pool_parents[b, i])]) for i in chosen]
             for node, (token, parent) in enumerate(nodes):
                 if not 0 <= token < vocab_size:
                     flag, token = flag | BAD_TOKEN, min(max(token, 0), vocab_size - 1)
@@ -179,8 +180,8 @@ def prepare_tree(parents, cu_nodes, prefix_len, page_table, mask, depth, positio
             children = [c for c in range(i + 1, n) if tree[c][0] == i] if first_child is not None else []
             if children:
                 first_child[row] = children[0]
-            siblings = [c for c in range(i + 1, n) if tree[c][0] == parent] if next_sibling is not None and parent >= 0 else []
-            if siblings:
+            siblings = [c for c in range(i + 1, n) if tree[c][0] == parent] if next_sibling is not None else []
+            if siblings and parent >= 0:
                 next_sibling[row] = siblings[0]
         if flags is not None:
             flags[b] = flag

@@ -28,24 +28,26 @@ class Tree(NamedTuple):
         return cls(*(torch.zeros(shape, dtype=kind, device=device) for kind, *shape in kinds))
 
 
-def build_tree(pool_scores: torch.Tensor, pool_tokens: torch.Tensor, pool_parents: torch.Tensor, root_tokens: torch.Tensor,
-               prefix_len: torch.Tensor, active: torch.Tensor, num_nodes: int, vocab_size: int,
-               out: Optional[Tree] = None) -> Tree:
+def build_tree(pool_scores: torch.Tensor, pool_tokens: torch.Tensor, pool_parents: torch.Tensor,
+               root_tokens: torch.Tensor, prefix_len: torch.Tensor, active: torch.Tensor, num_nodes: int,
+               vocab_size: int, out: Optional[Tree] = None) -> Tree:
     """The root and the num_nodes - 1 best pool entries, kept in pool order: closed under ancestors, siblings ascending.
 
-    pool_scores, pool_tokens, pool_parents  float32, int32|int64, int32 [B, M] as grow_tree or NgramDrafter.pool fill them
+    pool_scores, pool_tokens, pool_parents  float32, int32|int64, int32 [B, M], filled by grow_tree or NgramDrafter.pool
     root_tokens  int32|int64 [B]: the last emitted token of each request
     prefix_len   int32 [B], active int32 [B]; an inactive request gets no rows
     num_nodes    1 <= N <= 1024, the root included; a request with fewer live entries gets fewer rows
     out          Tree whose tensors have at least B*N rows; written and returned, allocated when None
 
-    Effective score = min(score, 0, parent's effective score), NaN = -inf, ties to the lower pool index. A parent not in
-    [-1, own index) makes the entry invalid and sets flag bit 2; an id outside [0, vocab_size) is clamped: flag bit 3.
-    Errors: RuntimeError on a wrong shape, dtype or device. Cost: O(B * (M + N * W)), one launch. Graph-safe with `out`.
+    Effective score = min(score, 0, parent's effective score), NaN = -inf, ties to the lower pool index. A parent not
+    in [-1, own index) makes the entry invalid and sets flag bit 2; an id of a chosen node outside [0, vocab_size) is
+    clamped and sets bit 3. Errors: RuntimeError on a wrong shape, dtype or device.
+    Cost: O(B * (M + N * W)), one launch. Graph-safe with `out`.
     Source: csrc/tree/build_tree.cpp.
     """
     if out is None:
         out = Tree.empty(pool_scores.size(0), num_nodes, root_tokens.dtype, pool_scores.device)
     _ops.require_kernel("build_tree", pool_scores.device)
-    _ops.get("build_tree")(pool_scores, pool_tokens, pool_parents, root_tokens, prefix_len, active, *out, num_nodes, vocab_size)
+    _ops.get("build_tree")(pool_scores, pool_tokens, pool_parents, root_tokens, prefix_len, active, *out, num_nodes,
+                           vocab_size)
     return out

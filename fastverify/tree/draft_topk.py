@@ -16,15 +16,16 @@ def draft_topk(logits: torch.Tensor, k: Optional[int] = None, d2t: Optional[torc
     k         1 <= k <= min(64, Vd); may be left out when `values` is given
     d2t       int64 [Vd] offsets: target id = draft id + d2t[draft id]; None: draft ids are target ids
     cu_nodes  int32 [B+1]: rows >= cu_nodes[B] are padding (values 0, tokens 0); None: all rows count
-    values    float32 [R, k], written: x - max - log(sum of exp(x - max)) in the exact arithmetic of csrc/algo/numeric.h,
-              so CPU and GPU agree bit for bit; -inf entries keep value -inf and their id
+    values    float32 [R, k], written: x - max - log(sum of exp(x - max)) in the exact arithmetic of
+              csrc/algo/numeric.h, so CPU and GPU agree bit for bit; -inf entries keep value -inf and their id
     tokens    int32 [R, k], written: ids of the target vocabulary
 
     Returns (values, tokens); allocates those not given. Errors: RuntimeError on a wrong shape, dtype or device.
     Cost: reads R * Vd logits once. Graph-safe when both outputs are given. Source: csrc/tree/draft_topk.cpp.
     """
     if values is None:
-        values = torch.empty(logits.size(0), k if tokens is None else tokens.size(1), dtype=torch.float32, device=logits.device)
+        width = k if tokens is None else tokens.size(1)
+        values = torch.empty(logits.size(0), width, dtype=torch.float32, device=logits.device)
     if tokens is None:
         tokens = torch.empty(values.shape, dtype=torch.int32, device=logits.device)
     _ops.require_kernel("draft_topk", logits.device)

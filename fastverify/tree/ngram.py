@@ -17,10 +17,10 @@ class Forest(NamedTuple):
 class NgramDrafter:
     """Finds earlier places where the last tokens occurred and drafts what followed them.
 
-    max_ngram, min_ngram  longest and shortest run of last tokens that must match; longer matches go first, then recent ones
+    max_ngram, min_ngram  longest and shortest run of last tokens that must match; longer ones go first, then recent
     num_draft             drafted nodes per request (the root is not counted)
     num_matches           continuations that are merged into one tree; 1 drafts a chain
-    decay                 belief that one more token is right: the score of a node is log(share of the match weights that
+    decay                 belief that one more token is right: a node's score is log(share of the match weights that
                           pass through it) + (depth - 1) * log(decay); match number r (0 = best) weighs 2^-r
 
     A continuation that reaches the end of the text goes on periodically (after "a b a b" follows "a b a b ...").
@@ -34,8 +34,8 @@ class NgramDrafter:
             raise ValueError(f"NgramDrafter: min_ngram must be in 1..max_ngram; got min_ngram {min_ngram}, "
                              f"max_ngram {max_ngram}. Fix: swap or raise them.")
         if num_draft < 1 or num_matches < 1:
-            raise ValueError(f"NgramDrafter: num_draft and num_matches must be at least 1; got {num_draft}, {num_matches}. "
-                             "Fix: pass positive numbers.")
+            raise ValueError("NgramDrafter: num_draft and num_matches must be at least 1; "
+                             f"got {num_draft}, {num_matches}. Fix: pass positive numbers.")
         if not 0.0 < decay < 1.0:
             raise ValueError(f"NgramDrafter: decay must be in (0, 1); got {decay}. Fix: pass e.g. 0.8.")
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
@@ -58,8 +58,8 @@ class NgramDrafter:
             if length >= self.min_ngram:
                 found.append((-length, back))
         found.sort()
-        start = len(tokens)
-        return [[tokens[start - back + i % back] for i in range(self.num_draft)] for _, back in found[: self.num_matches]]
+        end = len(tokens)
+        return [[tokens[end - back + i % back] for i in range(self.num_draft)] for _, back in found[: self.num_matches]]
 
     def forest(self, tokens: list) -> Forest:
         """All continuations merged as a trie: at most num_matches * num_draft nodes."""
@@ -105,5 +105,5 @@ class NgramDrafter:
             ids.append(forest.tokens + [0] * pad)
             parents.append(forest.parents + [-1] * pad)
         shape = (len(histories), size)
-        return (torch.tensor(scores, dtype=torch.float32).reshape(shape), torch.tensor(ids, dtype=torch.int32).reshape(shape),
-                torch.tensor(parents, dtype=torch.int32).reshape(shape))
+        return tuple(torch.tensor(rows, dtype=dtype).reshape(shape)
+                     for rows, dtype in ((scores, torch.float32), (ids, torch.int32), (parents, torch.int32)))

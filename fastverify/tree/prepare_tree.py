@@ -27,8 +27,8 @@ class Prepared(NamedTuple):
         return cls(*(torch.zeros(shape, dtype=kind, device=device) for kind, *shape in kinds))
 
 
-def prepare_tree(parents: Optional[torch.Tensor], cu_nodes: torch.Tensor, prefix_len: torch.Tensor, page_table: torch.Tensor,
-                 page_size: int, out: Prepared, row_base: int = 0) -> Prepared:
+def prepare_tree(parents: Optional[torch.Tensor], cu_nodes: torch.Tensor, prefix_len: torch.Tensor,
+                 page_table: torch.Tensor, page_size: int, out: Prepared, row_base: int = 0) -> Prepared:
     """Fills the outputs that `out` holds, for the rows [row_base, row_base + n_b) of every request's forest.
 
     parents     int32 [R] request-local, -1: none (forests are legal); None: a chain (node i's parent is i-1), which
@@ -36,8 +36,9 @@ def prepare_tree(parents: Optional[torch.Tensor], cu_nodes: torch.Tensor, prefix
     cu_nodes    int32 [B+1], prefix_len int32 [B], page_table int32 [B, P]
     out         Prepared: tensors to write, mutated in place and returned
 
-    A parent outside [-1, i) counts as -1 and sets flag bit 2; so does a column past the mask words (its bit is left out)
-    or past the page table (slot -1). A cu_nodes that decreases or passes R: flag bit 2 for all, no rows. Never a hang.
+    A parent outside [-1, i) counts as -1 and sets flag bit 2. So do, where those outputs are asked for, a column past
+    the mask words (its bit is left out) and one past the page table or on a negative page (slot -1). A cu_nodes that
+    does not start at 0, decreases or passes R: flag bit 2 for all, no rows. Never a hang.
     Errors: RuntimeError on a wrong shape, dtype or device. Cost: O(R * W), one launch. Graph-safe.
     Source: csrc/tree/prepare_tree.cpp, csrc/algo/tree.h, csrc/algo/schedule.h.
     """

@@ -5,6 +5,7 @@ every chain is run from the first pair on, its own rows and nothing else.
 """
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -97,7 +98,14 @@ class NaiveDraft:
         h = h + self.linear(torch.cat(seen), p + "self_attn.o_proj")
         x = self.norm(h, p + "post_attention_layernorm")
         gate = self.linear(x, p + "mlp.gate_proj")
-        return h + self.linear(gate * gate.sigmoid() * self.linear(x, p + "mlp.up_proj"), p + "mlp.down_proj")
+        return h + self.linear(self.activation(gate) * self.linear(x, p + "mlp.up_proj"), p + "mlp.down_proj")
+
+    def activation(self, x: torch.Tensor) -> torch.Tensor:
+        kind = self.c["hidden_act"]
+        if kind == "silu":
+            return x * x.sigmoid()
+        inner = torch.erf(x * 0.5**0.5) if kind == "gelu" else torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))
+        return 0.5 * x * (1 + inner)
 
     def logits(self, h2: torch.Tensor) -> torch.Tensor:
         return (h2 if self.c.get("norm_output") else self.norm(h2, "norm")) @ self.w["lm_head.weight"].T

@@ -39,7 +39,8 @@ def eagle_differences(draft, golden: dict, rng, shape: tuple, aux: torch.Tensor,
         name = f"{k}_{depth}_{total}.{number}."
         last = run.extend([ids[start + shift:end + shift]], [aux[start:end]])
         if name + "extend_hidden" in golden:
-            same = close(run.rows[0], golden[name + "extend_hidden"]) and close(draft.logits(run.rows[0]), golden[name + "extend_logits"])
+            logits = draft.logits(run.rows[0])
+            same = close(run.rows[0], golden[name + "extend_hidden"]) and close(logits, golden[name + "extend_logits"])
         else:
             same = name + "last_hidden" not in golden or close(last[0], golden[name + "last_hidden"])
         if not same:
@@ -47,7 +48,8 @@ def eagle_differences(draft, golden: dict, rng, shape: tuple, aux: torch.Tensor,
         tree = run.tree(last, [ids[end]], k, depth + 1, total)
         if name + "level_hidden" in golden:
             tokens, positions = (torch.stack([getattr(b, f) for b, _ in run.calls]) for f in ("tokens", "positions"))
-            if not (torch.equal(tokens, golden[name + "level_tokens"]) and torch.equal(positions, golden[name + "level_positions"])
+            if not (torch.equal(tokens, golden[name + "level_tokens"])
+                    and torch.equal(positions, golden[name + "level_positions"])
                     and close(torch.stack([h for _, h in run.calls]), golden[name + "level_hidden"])):
                 wrong.add("levels")
         bits = torch.tensor([[int(m) >> j & 1 for j in range(total)] for m in tree.mask[:, 0]], dtype=torch.bool)
@@ -77,8 +79,9 @@ def trained() -> tuple:
 def prefill(target, tokens: list, aux_layers: tuple) -> torch.Tensor:
     """aux [n, A*Ht] of one text through the target's own cache."""
     n = len(tokens)
-    table, cu, zero = torch.arange(4, dtype=torch.int32)[None], torch.tensor([0, n], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    cache, p = target.make_cache(4, 16), Prepared(positions=torch.zeros(n, dtype=torch.int32), slots=torch.zeros(n, dtype=torch.int64))
+    table, zero = torch.arange(4, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int32)
+    cache, cu = target.make_cache(4, 16), torch.tensor([0, n], dtype=torch.int32)
+    p = Prepared(positions=torch.zeros(n, dtype=torch.int32), slots=torch.zeros(n, dtype=torch.int64))
     prepare_tree(None, cu, zero, table, 16, p)
     return target.forward(ForwardBatch(torch.tensor(tokens), p.positions, p.slots, cu, zero, table), cache, aux_layers)[1]
 
@@ -101,7 +104,8 @@ def test_the_trainers_numbers(trained, rng):
         ids, aux = reference["ids"][row].tolist(), reference["aux"][row]
         run = Run(draft, 1, 40, rng)
         run.extend([ids[1:25]], [aux[:24]])
-        assert close(run.rows[0], reference["h2.0"][row, :24]) and close(draft.logits(run.rows[0]), reference["draft_logits.0"][row, :24])
+        assert close(run.rows[0], reference["h2.0"][row, :24])
+        assert close(draft.logits(run.rows[0]), reference["draft_logits.0"][row, :24])
 
 
 # ---- every wiring mutation must be seen ---------------------------------------------------------------------------------
@@ -120,6 +124,14 @@ def _normed_residual(d):
     d.config.norm_before_residual = True
 
 
+def _no_input_norm(d):
+    d.layers[0].input_norm = torch.ones(64)
+
+
+def _no_final_norm_weight(d):
+    d.norm = torch.ones(64)
+
+
 def _zero_d2t(d):
     d.d2t = torch.zeros(480, dtype=torch.int64)
 
@@ -131,11 +143,14 @@ def _other_theta(d):
 WEIGHT_MUTATIONS = {
     "q/k/v halves swapped": (_swap_halves, {"extend", "levels", "tree"}),
     "hidden_norm missing": (_no_hidden_norm, {"extend", "levels", "tree"}),
+    "input_layernorm missing": (_no_input_norm, {"extend", "levels", "tree"}),
+    "final norm missing": (_no_final_norm_weight, {"extend", "levels", "tree"}),
     "residual is the normed h": (_normed_residual, {"extend", "levels", "tree"}),
     "rope theta of the target": (_other_theta, {"extend", "levels", "tree"}),
     "d2t zero": (_zero_d2t, {"levels", "tree"}),
 }
-AUX_MUTATIONS = {"ids + 1": (3, 5, 6), "ids - 1": (1, 3, 4), "last three": (5, 6, 7), "reversed": (5, 4, 2), "one twice": (2, 4, 4)}
+AUX_MUTATIONS = {"ids + 1": (3, 5, 6), "ids - 1": (1, 3, 4), "last three": (5, 6, 7), "reversed": (5, 4, 2),
+                 "one twice": (2, 4, 4)}
 
 
 @pytest.mark.parametrize("name", WEIGHT_MUTATIONS)

@@ -103,8 +103,10 @@ def test_padding_rows_change_nothing(small, rng):
     rng.set_state(state)  # the same page tables again
     padded = Requests(model, 2, rng)
     got, aux = padded.chain(prompts, aux_layers=(1,), padding=5)
-    assert torch.equal(got[:9], want) and got[9:].isfinite().all() and aux.shape[0] == 14
-    assert torch.equal(plain.cache.k.nan_to_num(7e7), padded.cache.k.nan_to_num(7e7))
+    assert difference(got[:9], want) <= 1e-5 and got[9:].isfinite().all() and aux.shape[0] == 14
+    for a, b in ((plain.cache.k, padded.cache.k), (plain.cache.v, padded.cache.v)):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0, equal_nan=True)  # the same slots written, no other
+        assert a.isnan().any() and a.isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
