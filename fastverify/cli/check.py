@@ -6,8 +6,9 @@ from .output import Output
 
 
 def add_parser(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser("check", help="every op against its oracle", description="Runs every op against its float64 oracle on "
-                                 "small random inputs, on each device that has kernels. Exit code 1 if one fails.")
+    text = ("Runs every op against its float64 oracle on small random inputs, on each device that has kernels. Exit code 1 if "
+            "one fails.")
+    parser = commands.add_parser("check", help="every op against its oracle", description=text)
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random inputs (default 0)")
     return parser
 

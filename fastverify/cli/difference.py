@@ -18,7 +18,7 @@ class Difference:
     """First place where two texts differ.
 
     index            place in the generated tokens
-    plain, spec      the two tokens there (None: that text had ended)
+    plain, spec      the two tokens there (None: that text had ended, and there is no margin)
     margin           by how much the target preferred one: at temperature 0 the gap of their logits; else the smaller of the
                      gap in perturbed score and the distance to the nearest filter cut. Rounding explains small margins only
     """
@@ -37,7 +37,8 @@ class Difference:
         return f"first difference at token {self.index}: plain {name(self.plain)}, speculative {name(self.spec)}{margin}"
 
 
-def first_difference(target: Any, prompt: list, plain: list, spec: list, params: SamplingParams, seed: int) -> Optional[Difference]:
+def first_difference(target: Any, prompt: list, plain: list, spec: list, params: SamplingParams,
+                     seed: int) -> Optional[Difference]:
     """None for equal texts. Costs one target forward over the common text when they differ. seed: of this request."""
     if plain == spec:
         return None

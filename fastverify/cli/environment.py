@@ -21,8 +21,15 @@ def device_name(device: torch.device) -> str:
     return model[1].strip() if model else platform.processor() or platform.machine()
 
 
+def command() -> str:
+    """What was typed: `fastverify ...`, or `python SCRIPT ...`."""
+    script = Path(sys.argv[0])
+    typed = ["fastverify"] if script.stem in ("fastverify", "__main__") or script.suffix != ".py" else ["python", script.name]
+    return shlex.join([*typed, *sys.argv[1:]])
+
+
 def environment(device: torch.device, dtype: torch.dtype) -> dict:
     return dict(fastverify=__version__, torch=torch.__version__, python=platform.python_version(), device=device_name(device),
                 device_type=device.type, threads=torch.get_num_threads(), dtype=str(dtype).removeprefix("torch."),
                 date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                command=shlex.join(["fastverify", *sys.argv[1:]]))
+                command=command())

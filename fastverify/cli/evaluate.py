@@ -6,22 +6,23 @@ from pathlib import Path
 
 from .options import add_model, add_sampling, check_run, check_tree, sampling_params, stop_ids
 from .output import Output
-from .prompts import OWN, read_prompts
+from .prompts import need_tokenizer, read_sets
 
 
 def add_parser(commands) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "evaluate", help="run prompt files and report accept lengths", description="Runs prompt files (one JSON object a line, with "
-        "`prompt` or `turns`) and prints one row per file and shape: accept length, accepted/drafted, depth-1 rate, distinct 4-grams, "
-        "tok/s.")
+    text = ("Runs prompt files (one JSON object a line, with `prompt`, `turns` or `token_ids`) and prints one row per file and "
+            "shape: accept length, accepted/drafted, depth-1 rate, distinct 4-grams, tok/s.")
+    parser = commands.add_parser("evaluate", help="run prompt files and report accept lengths", description=text)
     parser.add_argument("--prompts", nargs="+", metavar="FILE", help="default: the 30 prompts that ship with the package")
     parser.add_argument("--tree", default="auto", metavar="SHAPE,...", help="shapes to run, comma separated (default: auto)")
     parser.add_argument("--limit", type=int, metavar="N", help="the first N prompts of each file")
     parser.add_argument("--by-category", action="store_true", help="one row per category of each file")
-    parser.add_argument("--compare-plain", action="store_true", help="also run plain decoding: speed, equality, first differences")
+    parser.add_argument("--compare-plain", action="store_true",
+                        help="also run plain decoding: speed, equality, first differences")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="requests per batch (default 1)")
     parser.add_argument("--raw", action="store_true", help="continue the prompts as they are, without the chat template")
-    parser.add_argument("--json", metavar="OUT", help="write the results to a file; - is stdout, and nothing else is printed there")
+    parser.add_argument("--json", metavar="OUT",
+                        help="write the results to a file; - is stdout, and nothing else is printed there")
     add_sampling(parser, 64)
     add_model(parser)
     return parser
@@ -29,20 +30,19 @@ def add_parser(commands) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     trees = _check(args)
-    sets = _sets(args)
+    sets = read_sets(args.prompts, args.limit, args.by_category)
     from . import evaluation
-    from .environment import environment
     from .session import open_session
     out = Output(json_only=args.json == "-")
-    texts = any(p.token_ids is None for prompts in sets.values() for p in prompts)
-    session = open_session("evaluate", args, out, with_tokenizer=texts, drafts=trees != ("off",))
+    session = open_session("evaluate", args, out, need_tokenizer(sets), drafts=trees != ("off",))
     if session.draft is None and trees != ("off",):
         raise ValueError("evaluate: a draft must be given for shapes other than off; got --draft none. Fix: add --tree off.")
     for note in session.notes:
         out.note(note)
-    settings = evaluation.Settings(trees, args.max_new_tokens, args.batch, args.compare_plain, sampling_params(args), stop_ids(args))
-    room = min(session.room(session.decoder(tree)) for tree in trees)
-    encoded = {name: _encode(session, name, prompts, args, room, out) for name, prompts in sets.items()}
+    settings = evaluation.Settings(trees, args.max_new_tokens, args.batch, args.compare_plain, sampling_params(args),
+                                   stop_ids(args))
+    room = evaluation.room(session, settings)
+    encoded = {name: evaluation.encode(session, name, prompts, settings, out, args.raw) for name, prompts in sets.items()}
     rows, done = [], 0
     with out.progress("prompts", sum(map(len, encoded.values()))) as update:
         def count(n: int) -> None:
@@ -54,10 +54,9 @@ def run(args: argparse.Namespace) -> int:
             if items:
                 rows += evaluation.evaluate(session, name, items, settings, count)
     if not rows:
-        raise ValueError(f"evaluate: at least one prompt must fit into {room} positions; got none. Fix: lower --max-new-tokens.")
-    data = dict(environment=environment(session.device, session.target.dtype), target=session.target_name, draft=session.draft_name,
-                max_new_tokens=args.max_new_tokens, batch=args.batch, sampling={k: v for k, v in vars(settings.params).items() if k != "bias"},
-                rows=[row.as_dict() for row in rows])
+        raise ValueError(f"evaluate: at least one prompt must fit into {room} positions; got none. "
+                         "Fix: lower --max-new-tokens.")
+    data = evaluation.results(session, rows, settings)
     _show(out, rows, args)
     if args.json == "-":
         out.json(data)
@@ -87,30 +86,3 @@ def _check(args: argparse.Namespace) -> tuple:
     if args.json not in (None, "-") and not Path(args.json).resolve().parent.is_dir():
         raise ValueError(f"evaluate: the folder of the result file must exist; got {args.json}. Fix: create it.")
     return trees
-
-
-def _sets(args: argparse.Namespace) -> dict:
-    """{name of a row: prompts}."""
-    sets: dict = {}
-    for file in args.prompts or [OWN]:
-        prompts = read_prompts(file)[: args.limit]
-        stem = Path(file).stem
-        if stem in sets:
-            raise ValueError(f"evaluate: prompt files must have different names; got {stem} twice. Fix: rename one.")
-        if not args.by_category:
-            sets[stem] = prompts
-            continue
-        for p in prompts:
-            sets.setdefault(f"{stem}/{p.category or '-'}", []).append(p)
-    return sets
-
-
-def _encode(session, name: str, prompts: list, args: argparse.Namespace, room: int, out: Output) -> list:
-    """[(id, token ids)] of the prompts that fit; says how many do not."""
-    items = [(p.id, p.token_ids or session.encode("evaluate", p.text, raw=args.raw)) for p in prompts]
-    fitting = [(key, ids) for key, ids in items if len(ids) + args.max_new_tokens <= room]
-    if len(fitting) < len(items):
-        longest = max(len(ids) for _, ids in items)
-        out.note(f"{name}: {len(items) - len(fitting)} of {len(items)} prompts left out (up to {longest} + {args.max_new_tokens} tokens in "
-                 f"{room} positions)")
-    return fitting

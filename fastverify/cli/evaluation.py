@@ -1,12 +1,14 @@
-"""Runs prompt sets under several draft shapes and against plain decoding; the numbers of `evaluate` and of benchmarks/loop."""
+"""Runs prompt sets under draft shapes and against plain decoding; the numbers of `evaluate` and benchmarks/loop."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Callable, Optional
 
 from ..eagle3.decode import SamplingParams
 from ..eagle3.stats import Stats, distinct_ngram_ratio
 from . import report
 from .difference import first_difference
+from .environment import environment
+from .output import Output
 from .session import Session
 
 WARM_TOKENS = 12
@@ -52,13 +54,30 @@ class Row:
         return report.speedup(self.plain, self.stats) if self.plain else None
 
     def as_dict(self) -> dict:
-        out = dict(set=self.name, tree=self.tree, prompts=self.prompts, depth_1=self.depth_1, distinct_4gram_ratio=self.distinct,
-                   ms_per_step=report.ms_per_step(self.stats), **self.stats.as_dict())
+        out = dict(set=self.name, tree=self.tree, prompts=self.prompts, depth_1=self.depth_1,
+                   distinct_4gram_ratio=self.distinct, ms_per_step=report.ms_per_step(self.stats), **self.stats.as_dict())
         if self.plain:
             out |= dict(plain=self.plain.as_dict(), speedup=self.speedup, equal=self.prompts - len(self.differences),
                         differences=[dict(id=i, **d.as_dict()) for i, d in self.differences],
                         verdict=report.verdict(self.plain, self.stats))
         return out
+
+
+def room(session: Session, settings: Settings) -> int:
+    """Positions that prompt and new tokens together may take under every shape."""
+    return min(session.room(session.decoder(tree)) for tree in settings.trees)
+
+
+def encode(session: Session, name: str, prompts: list, settings: Settings, out: Output, raw: bool = False) -> list:
+    """[(prompt id, token ids)] of the prompts that fit into the context; says how many do not."""
+    items = [(p.id, p.token_ids or session.encode("evaluate", p.text, raw=raw)) for p in prompts]
+    positions, new = room(session, settings), settings.max_new_tokens
+    fitting = [(key, ids) for key, ids in items if len(ids) + new <= positions]
+    if len(fitting) < len(items):
+        longest = max(len(ids) for _, ids in items)
+        out.note(f"{name}: {len(items) - len(fitting)} of {len(items)} prompts left out (up to {longest} + {new} tokens in "
+                 f"{positions} positions)")
+    return fitting
 
 
 def evaluate(session: Session, name: str, items: list, settings: Settings, on_batch: Callable = lambda prompts: None) -> list:
@@ -99,6 +118,13 @@ def _row(session: Session, name: str, items: list, tree: str, runs: dict, texts:
     return row
 
 
+def results(session: Session, rows: list, settings: Settings) -> dict:
+    """Rows for JSON, with everything that makes their numbers numbers."""
+    return dict(environment=environment(session.device, session.target.dtype), target=session.target_name,
+                draft=session.draft_name, max_new_tokens=settings.max_new_tokens, batch=settings.batch,
+                sampling=asdict(settings.params), rows=[row.as_dict() for row in rows])
+
+
 def table(rows: list, compare_plain: bool) -> tuple:
     """(header, rows of strings) for Output.table."""
     header = ["set", "tree", "prompts", "tau", "acc/drafted", "depth 1", "4-grams", "tok/s"]
@@ -108,5 +134,6 @@ def table(rows: list, compare_plain: bool) -> tuple:
         header += ["plain", "x plain", "even at", "equal"]
         for cells, r in zip(out, rows):
             cells += [f"{r.plain.tokens_per_second:.1f}", f"{r.speedup:.2f}" if r.speedup else "-",
-                      f"{r.stats.break_even:.2f}" if r.stats.break_even else "-", f"{r.prompts - len(r.differences)}/{r.prompts}"]
+                      f"{r.stats.break_even:.2f}" if r.stats.break_even else "-",
+                      f"{r.prompts - len(r.differences)}/{r.prompts}"]
     return header, out

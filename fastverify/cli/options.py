@@ -22,11 +22,14 @@ class Parser(argparse.ArgumentParser):
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     g = parser.add_argument_group("models")
-    g.add_argument("--target", metavar="PATH", help="Hugging Face folder or GGUF file (default: the demo model of `fastverify fetch-demo`)")
-    g.add_argument("--draft", metavar="PATH|ngram|none", help="EAGLE-3 folder, n-gram lookup, or none (default: the shipped EAGLE-3 "
-                   "draft where it fits the target, else ngram)")
-    g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if every op of the step has a kernel there")
-    g.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of weights and KV cache (default: float32)")
+    g.add_argument("--target", metavar="PATH",
+                   help="Hugging Face folder or GGUF file (default: the demo model of `fastverify fetch-demo`)")
+    g.add_argument("--draft", metavar="PATH|ngram|none", help="EAGLE-3 folder, n-gram lookup, or none (default: the shipped "
+                   "EAGLE-3 draft where it fits the target, else ngram)")
+    g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
+                   help="auto: cuda if every op of the step has a kernel there")
+    g.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
+                   help="of weights and KV cache (default: float32)")
     g.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
 
 

@@ -1,4 +1,4 @@
-"""What the user sees: colours and progress on a terminal, plain ASCII text in a pipe. Results go to stdout, the rest to stderr."""
+"""What the user sees: colours and progress on a terminal, plain text in a pipe. Results to stdout, the rest to stderr."""
 
 import contextlib
 import json

@@ -17,7 +17,7 @@ class Prompt:
 
 
 def read_prompts(path: "str | Path") -> list:
-    """Prompts of a file. `id` or `question_id` names a prompt (default: its line), `category` is optional. ValueError in words."""
+    """Prompts of a file. `id` or `question_id` names one (default: its line), `category` is optional. Errors: ValueError."""
     path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -33,17 +33,35 @@ def read_prompts(path: "str | Path") -> list:
     return out
 
 
+def read_sets(files: "list | None", limit: Optional[int] = None, by_category: bool = False) -> dict:
+    """{file stem, or stem/category: its prompts}; files None: our own. limit: the first prompts of each file."""
+    sets: dict = {}
+    for file in files or [OWN]:
+        stem, prompts = Path(file).stem, read_prompts(file)[:limit]
+        if any(name.split("/")[0] == stem for name in sets):
+            raise ValueError(f"evaluate: prompt files must have different names; got {stem} twice. Fix: rename one.")
+        for p in prompts:
+            sets.setdefault(f"{stem}/{p.category or '-'}" if by_category else stem, []).append(p)
+    return sets
+
+
+def need_tokenizer(sets: dict) -> bool:
+    """Whether any prompt is text."""
+    return any(p.token_ids is None for prompts in sets.values() for p in prompts)
+
+
 def _prompt(line: str, where: str, number: str) -> Prompt:
     try:
         data = json.loads(line)
     except ValueError as exc:
-        raise ValueError(f"evaluate: every line of a prompt file must be a JSON object; got {exc} in {where}. Fix: mend the line.") from None
+        raise ValueError(f"evaluate: every line of a prompt file must be a JSON object; got {exc} in {where}. "
+                         "Fix: mend the line.") from None
     data = data if isinstance(data, dict) else {}
     turns, ids = data.get("turns"), data.get("token_ids")
     text = data.get("prompt", turns[0] if isinstance(turns, list) and turns else None)
     good_ids = isinstance(ids, list) and ids and all(type(i) is int for i in ids)
     if not good_ids and not (isinstance(text, str) and text.strip()):
-        raise ValueError(f"evaluate: every line of a prompt file must have `prompt` (text), `turns` (texts) or `token_ids` (integers); "
-                         f"got none of them in {where}. Fix: mend the line.")
+        raise ValueError("evaluate: every line of a prompt file must have `prompt` (text), `turns` (texts) or `token_ids` "
+                         f"(integers); got none of them in {where}. Fix: mend the line.")
     return Prompt(str(data.get("id", data.get("question_id", number))), str(data.get("category") or ""), text or "",
                   ids if good_ids else None)

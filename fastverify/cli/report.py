@@ -57,6 +57,9 @@ def verdict(plain: Stats, spec: Stats) -> str:
     ratio, even = speedup(plain, spec), against(plain, spec).break_even
     if ratio is None or even is None:
         return "no verdict: the text ended before a decode step"
+    if not spec.drafted:
+        return ("nothing was drafted: both runs are plain decoding (their speeds differ by "
+                f"{100 * (ratio - 1):+.1f} %, which is noise)")
     sign = "<" if spec.tau < even else ">"
     numbers = f"tau {spec.tau:.2f} {sign} break-even {even:.2f}"
     if abs(ratio - 1) < EVEN:

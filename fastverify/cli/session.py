@@ -61,7 +61,8 @@ class Session:
         return limit - max(shape.columns for shape in decoder.shapes) - 1
 
 
-def open_session(command: str, args: argparse.Namespace, out: Output, with_tokenizer: bool = True, drafts: bool = True) -> Session:
+def open_session(command: str, args: argparse.Namespace, out: Output, with_tokenizer: bool = True,
+                 drafts: bool = True) -> Session:
     """Loads what --target, --draft, --device, --dtype and --threads name. drafts False: no drafter (plain decoding)."""
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -108,7 +109,8 @@ def _does_not_fit(config) -> str:
     if not (SHIPPED_DRAFT / "config.json").is_file():
         return "no EAGLE-3 draft is shipped with this install"
     draft = read_json(SHIPPED_DRAFT / "config.json")
-    if (draft.get("target_hidden_size", draft.get("hidden_size")), draft.get("vocab_size")) != (config.hidden_size, config.vocab_size):
+    sizes = draft.get("target_hidden_size", draft.get("hidden_size")), draft.get("vocab_size")
+    if sizes != (config.hidden_size, config.vocab_size):
         return "the shipped EAGLE-3 draft was trained for another model"
     return ""
 
