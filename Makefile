@@ -50,6 +50,6 @@ $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
 	nvidia-smi -L >/dev/null 2>&1 || export FASTVERIFY_NO_CUDA=1; $(PIP) install --no-build-isolation .
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.installed
-	nvidia-smi -L >/dev/null 2>&1 || export FASTVERIFY_NO_CUDA=1; $(PIP) install --no-build-isolation '.[dev]'
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(PIP) install -q -r <($(VENV)/bin/python .ci/requirements.py)
 	touch $@

@@ -35,6 +35,12 @@ def mutable_names(op: str) -> list:
     return [a.name for a in schema(op) if a.alias_info is not None and a.alias_info.is_write]
 
 
+def need_kernel(backend: str, op: str) -> None:
+    """Skips, in words, when this build has no kernel of `op` for the back end."""
+    if backend == "cuda" and not _ops.has_kernel(op, "cuda"):
+        pytest.skip(f"{op} has no CUDA kernel in this build")
+
+
 def run_op(backend: str, op: str, **kwargs) -> dict:
     """Calls `op` on "reference", "cpu" or "cuda" with clones of the mutable arguments.
 
@@ -42,8 +48,7 @@ def run_op(backend: str, op: str, **kwargs) -> dict:
     """
     unknown = set(kwargs) - {a.name for a in schema(op)}
     assert not unknown, f"{op} has no argument {unknown}"
-    if backend == "cuda" and not _ops.has_kernel(op, "cuda"):
-        pytest.skip(f"{op} has no CUDA kernel in this build")
+    need_kernel(backend, op)
     device = "cuda" if backend == "cuda" else "cpu"
     mutable, outputs, args = set(mutable_names(op)), {}, []
     for a in schema(op):

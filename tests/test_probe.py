@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import positional, run_op
+from conftest import need_kernel, positional, run_op
 
 from fastverify import _ops
 
@@ -26,6 +26,7 @@ def test_special_values(backend):
 
 
 def test_neighbours_are_not_touched(backend):
+    need_kernel(backend, "probe")
     device = "cuda" if backend == "cuda" else "cpu"
     buffer = torch.full((64,), -7.0, device=device)
     _ops.get("probe")(torch.ones(30, device=device), buffer[17:47])
@@ -33,6 +34,7 @@ def test_neighbours_are_not_touched(backend):
 
 
 def test_opcheck(backend, rng):
+    need_kernel(backend, "probe")
     device = "cuda" if backend == "cuda" else "cpu"
     x = torch.randn(9, generator=rng).to(device)
     torch.library.opcheck(_ops.get("probe"), positional("probe", x=x, out=torch.empty_like(x)))
@@ -61,9 +63,15 @@ def test_bad_argument(case):
     assert str(error.value).splitlines()[0] == message
 
 
+@pytest.fixture
+def cuda_kernel():
+    need_kernel("cuda", "probe")
+
+
 # ---- on a GPU: streams, devices, captures ---------------------------------------------------------------------------
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("cuda_kernel")
 def test_runs_on_torchs_current_stream():
     """The side stream is kept busy before x is set there: a launch on any other stream would read the old x."""
     x, out = torch.zeros(1024, device="cuda"), torch.zeros(1024, device="cuda")
@@ -79,6 +87,7 @@ def test_runs_on_torchs_current_stream():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("cuda_kernel")
 def test_captured_and_replayed_with_new_contents():
     x, out = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
     _ops.get("probe")(x, out)
@@ -110,6 +119,7 @@ assert out.eq(4.0).all()
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("cuda_kernel")
 def test_fresh_process_may_capture_right_after_the_warm_up():
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run([sys.executable, "-c", FIRST_IN_CAPTURE], capture_output=True, text=True, env=env)
@@ -117,6 +127,7 @@ def test_fresh_process_may_capture_right_after_the_warm_up():
 
 
 @pytest.mark.gpu2
+@pytest.mark.usefixtures("cuda_kernel")
 def test_runs_on_the_tensors_device_not_on_the_current_one():
     x, out = torch.full((300,), 2.0, device="cuda:1"), torch.zeros(300, device="cuda:1")
     torch.cuda.set_device(0)
@@ -127,6 +138,7 @@ def test_runs_on_the_tensors_device_not_on_the_current_one():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("cuda_kernel")
 def test_tensors_on_two_devices_are_refused():
     with pytest.raises(RuntimeError, match=r"^probe: out must be float32 \[4\] on cuda:0; got float32 \[4\] on cpu\."):
         _ops.get("probe")(torch.zeros(4, device="cuda:0"), torch.zeros(4))

@@ -24,25 +24,23 @@ FV_HD int64_t chunks_of(int64_t kv, int64_t chunk) { return (kv + chunk - 1) / c
 // An upper bound of total units that the host knows: sizes workspaces.
 FV_HD int64_t max_units(int64_t batch) { return batch > kTargetUnits ? batch : kTargetUnits; }
 
-// The smallest multiple of kChunkStep, at least kMinChunk, that gives at most max(target, non-empty requests) units.
-// kv_of(b): KV length of request b.
+// The smallest multiple of kChunkStep, at least kMinChunk, that gives at most `target` units, or one unit per request
+// where more requests than that have rows. kv_of(b): KV length of request b.
 template <class KvOf>
 FV_HD int64_t choose_chunk(const KvOf& kv_of, int64_t batch, int64_t target) {
-    int64_t longest = 0, used = 0;
+    int64_t longest = 0;
     for (int64_t b = 0; b < batch; ++b) {
         const int64_t kv = kv_of(b);
         longest = kv > longest ? kv : longest;
-        used += kv > 0;
     }
-    const int64_t limit = used > target ? used : target;
-    // in steps: low may be enough, high is (one chunk per request)
+    // in steps: the answer lies in [low, high]; high gives one unit per request, the fewest possible
     int64_t low = kMinChunk / kChunkStep, high = (longest + kChunkStep - 1) / kChunkStep;
     high = high > low ? high : low;
     while (low < high) {
         const int64_t mid = (low + high) / 2;
         int64_t units = 0;
         for (int64_t b = 0; b < batch; ++b) units += chunks_of(kv_of(b), mid * kChunkStep);
-        if (units <= limit) high = mid; else low = mid + 1;
+        if (units <= target) high = mid; else low = mid + 1;
     }
     return low * kChunkStep;
 }

@@ -7,12 +7,12 @@
     python -m fastverify.eagle3.train eval     --target T --draft DIR --prompts evalset.npz --out eval.json
     python -m fastverify.eagle3.train export   --work DIR --out DIR2 --target-name NAME --target-sha256 HASH
 
-Method: training-time test (EAGLE-3, Li et al. 2025, arXiv:2503.01840, section 3.2). The draft is unrolled ``ttt`` steps on its own
-hidden states and the loss is sum_j 0.8^j * CE(target softmax restricted to the draft vocabulary, draft softmax) over the tokens
-that the target produced and whose argmax is in the draft vocabulary. Optimiser: AdamW (Loshchilov & Hutter 2019,
-arXiv:1711.05101), linear warm-up and cosine decay, gradient clipping, exponential moving average of the weights. A run is
-deterministic in its seed and resumable: the checkpoint holds everything that the next step reads.
-"""
+Method: training-time test (EAGLE-3, Li et al. 2025, arXiv:2503.01840, section 3.2). The draft is unrolled ``ttt``
+steps on its own hidden states and the loss is sum_j 0.8^j * CE(target softmax restricted to the draft vocabulary,
+draft softmax) over the tokens that the target produced and whose argmax is in the draft vocabulary. Optimiser: AdamW
+(Loshchilov & Hutter 2019, arXiv:1711.05101), linear warm-up and cosine decay, gradient clipping, exponential moving
+average of the weights. A run is deterministic in its seed and resumable: the checkpoint holds everything that the
+next step reads."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from .train_net import DraftConfig, Eagle3Draft, TargetLlama, load_draft, load_t
 @dataclass
 class TrainConfig:
     steps: int = 4000
-    batch: int = 32                # rows a step
-    row: int = 1024                # tokens a row
-    ttt: int = 5                   # unrolled steps, raised to ttt_late after ttt_switch of the run
+    batch: int = 32  # rows a step
+    row: int = 1024  # tokens a row
+    ttt: int = 5  # unrolled steps, raised to ttt_late after ttt_switch of the run
     ttt_late: int = 7
     ttt_switch: float = 0.6
-    decay: float = 0.8             # weight of step j: decay ** j
+    decay: float = 0.8  # weight of step j: decay ** j
     lr: float = 1e-3
     head_lr: float = 5e-4
     warmup: int = 200
-    floor: float = 0.05            # cosine ends at floor * lr
+    floor: float = 0.05  # cosine ends at floor * lr
     betas: tuple = (0.9, 0.95)
     weight_decay: float = 0.01
     clip: float = 0.5
@@ -56,7 +56,7 @@ class TrainConfig:
     eval_rows: int = 64
     log_every: int = 20
     save_seconds: float = 60.0
-    max_seconds: float = float("inf")   # the schedule is by steps; this stops early and leaves a resumable checkpoint
+    max_seconds: float = float("inf")  # the schedule is by steps; this stops early and leaves a resumable checkpoint
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -74,8 +74,15 @@ def learning_rate(step: int, c: TrainConfig) -> float:
 class Trainer:
     """The state of a run (weights, EMA, optimiser, step, curves) and its checkpoint."""
 
-    def __init__(self, target: TargetLlama, draft_config: DraftConfig, vocab: np.ndarray, c: TrainConfig, device: str = "cpu",
-                 init: bool = True):
+    def __init__(
+        self,
+        target: TargetLlama,
+        draft_config: DraftConfig,
+        vocab: np.ndarray,
+        c: TrainConfig,
+        device: str = "cpu",
+        init: bool = True,
+    ):
         torch.manual_seed(c.seed)
         self.target, self.c, self.device = target, c, device
         self.net = Eagle3Draft(draft_config).to(device)
@@ -86,8 +93,13 @@ class Trainer:
         self.ema.load_state_dict(self.net.state_dict())
         head = list(self.net.lm_head.parameters())
         body = [p for n, p in self.net.named_parameters() if not n.startswith("lm_head")]
-        self.opt = torch.optim.AdamW([dict(params=body, peak=c.lr), dict(params=head, peak=c.head_lr)], lr=c.lr, betas=c.betas,
-                                     weight_decay=c.weight_decay, fused=device.startswith("cuda"))
+        self.opt = torch.optim.AdamW(
+            [dict(params=body, peak=c.lr), dict(params=head, peak=c.head_lr)],
+            lr=c.lr,
+            betas=c.betas,
+            weight_decay=c.weight_decay,
+            fused=device.startswith("cuda"),
+        )
         self.step, self.tokens, self.seconds, self.curve = 0, 0, 0.0, {"train": [], "eval": []}
 
     def train_step(self, rows: Rows) -> dict:
@@ -111,9 +123,17 @@ class Trainer:
         return dict(loss=loss.detach(), ce=per_step, norm=norm)
 
     def state(self) -> dict:
-        return dict(net=self.net.state_dict(), ema=self.ema.state_dict(), opt=self.opt.state_dict(), step=self.step,
-                    tokens=self.tokens, seconds=self.seconds, curve=self.curve, config=asdict(self.c),
-                    draft=asdict(self.net.config))
+        return dict(
+            net=self.net.state_dict(),
+            ema=self.ema.state_dict(),
+            opt=self.opt.state_dict(),
+            step=self.step,
+            tokens=self.tokens,
+            seconds=self.seconds,
+            curve=self.curve,
+            config=asdict(self.c),
+            draft=asdict(self.net.config),
+        )
 
     def save(self, path: str) -> None:
         torch.save(self.state(), path + ".part")
@@ -131,15 +151,21 @@ class Trainer:
             return held_out(self.target, self.ema, rows, max(1, self.c.batch // 2))
 
     def run(self, rows: Rows, held: Rows | None, work: str | None = None, log=print) -> dict:
-        """Train to ``steps`` (or ``max_seconds`` of this call), writing ``work``/checkpoint.pt and ``work``/curves.json."""
+        """Train to ``steps`` (or ``max_seconds`` of this call), writing ``work``/checkpoint.pt and
+        ``work``/curves.json."""
         c, start, saved, last = self.c, time.time(), time.time(), time.time()
         base, seen = self.seconds, self.tokens
         while self.step < c.steps and time.time() - start < c.max_seconds:
             info = self.train_step(rows)
             if self.step % c.log_every == 0 or self.step == c.steps:
                 now = time.time()
-                point = dict(step=self.step, loss=round(float(info["loss"]), 4), ce=[round(float(x), 4) for x in info["ce"]],
-                             norm=round(float(info["norm"]), 3), tokens_per_s=round((self.tokens - seen) / (now - last)))
+                point = dict(
+                    step=self.step,
+                    loss=round(float(info["loss"]), 4),
+                    ce=[round(float(x), 4) for x in info["ce"]],
+                    norm=round(float(info["norm"]), 3),
+                    tokens_per_s=round((self.tokens - seen) / (now - last)),
+                )
                 last, seen, self.seconds = now, self.tokens, base + now - start
                 self.curve["train"].append(point)
                 log(json.dumps(point), flush=True)
@@ -164,18 +190,25 @@ class Trainer:
 
 
 def plot_curves(curve: dict, path: str) -> None:
-    """Two panels: training cross entropy per unrolled step; held-out agreement (depth 1) and free-running acceptance."""
+    """Two panels: training cross entropy per unrolled step; held-out agreement (depth 1) and free-running
+    acceptance."""
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     fig, (a, b) = plt.subplots(1, 2, figsize=(11, 4))
     for j in range(max((len(p["ce"]) for p in curve["train"]), default=0)):
         pts = [(p["step"], p["ce"][j]) for p in curve["train"] if len(p["ce"]) > j]
         a.plot(*zip(*pts), lw=0.8, label=f"unrolled step {j}")
     a.set(xlabel="step", ylabel="cross entropy (nats)", title="training")
     for j in range(len(curve["eval"][0]["accept"]) if curve["eval"] else 0):
-        b.plot([p["step"] for p in curve["eval"]], [p["conditional"][j] for p in curve["eval"]], marker=".",
-               label="depth 1 (teacher-forced)" if j == 0 else f"depth {j + 1} given depths 1..{j}")
+        b.plot(
+            [p["step"] for p in curve["eval"]],
+            [p["conditional"][j] for p in curve["eval"]],
+            marker=".",
+            label="depth 1 (teacher-forced)" if j == 0 else f"depth {j + 1} given depths 1..{j}",
+        )
     b.set(xlabel="step", ylabel="top-1 agreement", title="held-out, greedy, EMA weights")
     for ax in (a, b):
         ax.grid(alpha=0.3)
@@ -196,16 +229,19 @@ def _device(a) -> tuple[str, torch.dtype]:
 
 def cmd_prompts(a) -> None:
     from .train_prompts import build
+
     build(a.seeds, a.tokenizer, a.out, a.limit, a.seed, a.exclude)
 
 
 def cmd_evalset(a) -> None:
     from .train_prompts import from_jsonl
+
     from_jsonl(a.jsonl, a.tokenizer, a.out, a.limit)
 
 
 def cmd_generate(a) -> None:
-    """Greedy replies for every prompt, then sampled ones for ``--samples`` passes; the file is rewritten after every pass."""
+    """Greedy replies for every prompt, then sampled ones for ``--samples`` passes; the file is rewritten after every
+    pass."""
     device, dtype = _device(a)
     prompts = Prompts.load(a.prompts)
     gen = Generator(load_target(a.target, dtype, device), a.eos, a.rows, seed=a.seed)
@@ -213,17 +249,21 @@ def cmd_generate(a) -> None:
     for n in range(1 + a.samples):
         order = np.arange(len(prompts.first))
         if n:
-            order = order[~prompts.held]                      # the held-out figures are about greedy text
+            order = order[~prompts.held]  # the held-out figures are about greedy text
         parts.append(conversations(gen, prompts, a.max_new, n == 0, a.seed + n, deadline, order=order))
         both = join(parts)
         both.save(a.out)
-        print(f"generate: pass {n}: {len(both.ids)} conversations, {int(both.asst.flat.sum())} generated tokens", flush=True)
+        print(
+            f"generate: pass {n}: {len(both.ids)} conversations, {int(both.asst.flat.sum())} generated tokens",
+            flush=True,
+        )
         if time.time() > deadline:
             break
 
 
 def cmd_vocab(a) -> None:
     from .train_prompts import keep_tokens
+
     must = keep_tokens(a.tokenizer) if a.tokenizer else [0, 1, 2]
     ids, cover = choose_vocab(Replies.load(a.replies), a.size, a.vocab_size, must)
     np.save(a.out, ids)
@@ -236,7 +276,9 @@ def training_rows(replies: Replies, c: TrainConfig, device: str) -> tuple[Rows, 
     rows = pack(replies, np.flatnonzero(~replies.held), c.row, c.seed).to(device)
     held_rows = pack(replies, held, c.row, c.seed) if len(held) else None
     if held_rows is not None:
-        held_rows = Rows(*(x[:c.eval_rows].to(device) for x in (held_rows.ids, held_rows.doc, held_rows.pos, held_rows.want)))
+        held_rows = Rows(
+            *(x[: c.eval_rows].to(device) for x in (held_rows.ids, held_rows.doc, held_rows.pos, held_rows.want))
+        )
     return rows, held_rows
 
 
@@ -246,8 +288,14 @@ def cmd_train(a) -> None:
     target = load_target(a.target, dtype, device)
     vocab, t0 = np.load(a.vocab), time.time()
     rows, held = training_rows(Replies.load(a.replies), c, device)
-    print(f"train: {len(rows)} rows of {c.row} ({len(rows) / c.batch:.0f} steps an epoch), packed in {time.time() - t0:.0f} s", flush=True)
-    trainer = Trainer(target, DraftConfig.for_target(target.config, len(vocab)), vocab, c, device, init=not a.random_init)
+    print(
+        f"train: {len(rows)} rows of {c.row} ({len(rows) / c.batch:.0f} steps an epoch), packed in "
+        f"{time.time() - t0:.0f} s",
+        flush=True,
+    )
+    trainer = Trainer(
+        target, DraftConfig.for_target(target.config, len(vocab)), vocab, c, device, init=not a.random_init
+    )
     path = os.path.join(a.work, "checkpoint.pt")
     if os.path.exists(path):
         trainer.load(path)
@@ -271,8 +319,11 @@ def cmd_eval(a) -> None:
     with open(a.out, "w") as f:
         json.dump(out, f, indent=1)
     for name, d in out.items():
-        print(f"eval: {name:12s} depth-1 {d['depth1_agreement']:.3f}  chain-3 tau {d['chain3']['tau']:.3f}  chain-5 tau "
-              f"{d['chain5']['tau']:.3f}", flush=True)
+        print(
+            f"eval: {name:12s} depth-1 {d['depth1_agreement']:.3f}  chain-3 tau {d['chain3']['tau']:.3f}  chain-5 tau "
+            f"{d['chain5']['tau']:.3f}",
+            flush=True,
+        )
 
 
 def cmd_export(a) -> None:
@@ -280,8 +331,13 @@ def cmd_export(a) -> None:
     net = Eagle3Draft(DraftConfig(**s["draft"]))
     net.load_state_dict(s["ema"])
     save_draft(net, a.out, dict(name=a.target_name, sha256=a.target_sha256), getattr(torch, a.dtype))
-    record = dict(steps=s["step"], tokens_seen=s["tokens"], minutes=round(s["seconds"] / 60, 2), hyper_parameters={k: v for k, v in s["config"].items() if v != float("inf")},
-                  held_out=s["curve"]["eval"][-1] if s["curve"]["eval"] else None)
+    record = dict(
+        steps=s["step"],
+        tokens_seen=s["tokens"],
+        minutes=round(s["seconds"] / 60, 2),
+        hyper_parameters={k: v for k, v in s["config"].items() if v != float("inf")},
+        held_out=s["curve"]["eval"][-1] if s["curve"]["eval"] else None,
+    )
     if a.extra:
         with open(a.extra) as f:
             record |= json.load(f)
@@ -310,7 +366,9 @@ def parser() -> argparse.ArgumentParser:
             q.add_argument("--" + k.replace("_", "-"), **kind)
         return q
 
-    add("prompts", cmd_prompts, "seeds", "tokenizer", "out", limit=60000).add_argument("--exclude", nargs="*", default=[])
+    add("prompts", cmd_prompts, "seeds", "tokenizer", "out", limit=60000).add_argument(
+        "--exclude", nargs="*", default=[]
+    )
     add("evalset", cmd_evalset, "tokenizer", "out", limit=0).add_argument("--jsonl", nargs="+", required=True)
     q = add("generate", cmd_generate, "target", "prompts", "out", max_new=384, samples=2, rows=2048, max_seconds=1e9)
     q.add_argument("--eos", type=int, nargs="+", default=[2])

@@ -1,9 +1,9 @@
-"""Held-out figures of an EAGLE-3 draft and an exact replay of greedy chain speculation, both from teacher-forced unrolls.
+"""Held-out figures of an EAGLE-3 draft and an exact replay of greedy chain speculation, both from teacher-forced
+unrolls.
 
-Why no decoding loop is needed: the unroll gives the chain that starts at pair k the true tokens. Its first j depths are therefore
-right exactly when those of a free-running draft are (a free-running draft has only been fed true tokens until its first miss), so
-the leading matches of a chain are the drafts that a greedy verify accepts there.
-"""
+Why no decoding loop is needed: the unroll gives the chain that starts at pair k the true tokens. Its first j depths
+are therefore right exactly when those of a free-running draft are (a free-running draft has only been fed true tokens
+until its first miss), so the leading matches of a chain are the drafts that a greedy verify accepts there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .train_net import Eagle3Draft, TargetLlama
 
 @torch.no_grad()
 def match_table(target: TargetLlama, draft: Eagle3Draft, part: tuple, depth: int) -> dict:
-    """part = (ids, doc, pos, want), each [B, T] -> flat tensors over the A wanted positions q (next token is the target's).
+    """part = (ids, doc, pos, want), each [B, T] -> flat tensors over the A wanted positions q (next token is the
+    target's).
 
     match [depth, A]    draft argmax of the chain starting at k = q - 1 - j equals the target argmax at q
     token [depth, A]    the same against the token that follows q in the text
@@ -36,8 +37,14 @@ def match_table(target: TargetLlama, draft: Eagle3Draft, part: tuple, depth: int
         token.append(pick == nxt)
         overlap.append(torch.minimum(x.softmax(-1), t.prob.float()).sum(-1))
         ok.append(flat_pos >= 1 + j)
-    return dict(at=t.at, match=torch.stack(match), token=torch.stack(token), overlap=torch.stack(overlap), ok=torch.stack(ok),
-                greedy=t.top == nxt)
+    return dict(
+        at=t.at,
+        match=torch.stack(match),
+        token=torch.stack(token),
+        overlap=torch.stack(overlap),
+        ok=torch.stack(ok),
+        greedy=t.top == nxt,
+    )
 
 
 def chain_grid(m: dict, n: int, key: str) -> Tensor:
@@ -66,7 +73,7 @@ def held_out(target: TargetLlama, draft: Eagle3Draft, rows: Rows, batch: int, de
     hits, over, count = torch.zeros(depth), torch.zeros(depth), torch.zeros(depth)
     run, starts = torch.zeros(depth), 0
     for a in range(0, len(rows), batch):
-        part = tuple(x[a:a + batch] for x in (rows.ids, rows.doc, rows.pos, rows.want))
+        part = tuple(x[a : a + batch] for x in (rows.ids, rows.doc, rows.pos, rows.want))
         m = match_table(target, draft, part, depth)
         hits += (m["match"] & m["ok"]).sum(1).cpu()
         over += (m["overlap"] * m["ok"]).sum(1).cpu()
@@ -78,15 +85,22 @@ def held_out(target: TargetLlama, draft: Eagle3Draft, rows: Rows, batch: int, de
         starts += int(whole.sum())
     accept = (run / max(starts, 1)).tolist()
     cond = [accept[0]] + [accept[j] / max(accept[j - 1], 1e-9) for j in range(1, depth)]
-    return dict(agreement=_round(hits / count.clamp(min=1)), overlap=_round(over / count.clamp(min=1)), accept=_round(accept),
-                conditional=_round(cond), chain_tau=_round(1 + np.cumsum(accept)), positions=int(count[0]))
+    return dict(
+        agreement=_round(hits / count.clamp(min=1)),
+        overlap=_round(over / count.clamp(min=1)),
+        accept=_round(accept),
+        conditional=_round(cond),
+        chain_tau=_round(1 + np.cumsum(accept)),
+        positions=int(count[0]),
+    )
 
 
 def replay(run: np.ndarray, asst: np.ndarray, depth: int) -> list[int]:
-    """run [T]: leading matches of the chain at pair k (cut at ``depth``); asst [T]: reply tokens -> accepted drafts per round.
+    """run [T]: leading matches of the chain at pair k (cut at ``depth``); asst [T]: reply tokens -> accepted drafts
+    per round.
 
-    In each reply span the first token comes from prefill; a round has root n (the last emitted token), drafts from pair n-1,
-    accepts a tokens and emits a + 1."""
+    In each reply span the first token comes from prefill; a round has root n (the last emitted token), drafts from
+    pair n-1, accepts a tokens and emits a + 1."""
     accepted = []
     edges = np.flatnonzero(np.diff(np.concatenate([[0], asst.astype(np.int8), [0]])))
     for first, end in zip(edges[::2], edges[1::2]):
@@ -100,7 +114,8 @@ def replay(run: np.ndarray, asst: np.ndarray, depth: int) -> list[int]:
 
 @torch.no_grad()
 def evaluate(target: TargetLlama, draft: Eagle3Draft, r: Replies, depths=(3, 5), tokens: int = 16384) -> dict:
-    """Greedy conversations -> per source: depth-1 agreement and, per chain length, tau, accepted/drafted and per-depth rates."""
+    """Greedy conversations -> per source: depth-1 agreement and, per chain length, tau, accepted/drafted and
+    per-depth rates."""
     device, most = target.norm.weight.device, max(depths)
     order = np.argsort(r.ids.lengths(), kind="stable")
     rounds = {s: {d: [] for d in depths} for s in range(len(r.names))}
@@ -110,7 +125,7 @@ def evaluate(target: TargetLlama, draft: Eagle3Draft, r: Replies, depths=(3, 5),
         size = 1
         while at + size < len(order) and (size + 1) * len(r.ids[order[at + size]]) <= tokens:
             size += 1
-        members, at = order[at:at + size], at + size
+        members, at = order[at : at + size], at + size
         t = max(len(r.ids[i]) for i in members)
         ids, doc = torch.zeros(size, t, dtype=torch.int32), torch.full((size, t), -1, dtype=torch.int16)
         asst = torch.zeros(size, t, dtype=torch.bool)
@@ -135,20 +150,31 @@ def evaluate(target: TargetLlama, draft: Eagle3Draft, r: Replies, depths=(3, 5),
     out = {}
     for s, name in enumerate(r.names):
         if count[s]:
-            out[name] = dict(conversations=int((r.source == s).sum()), positions=int(count[s]),
-                             depth1_agreement=round(agree[s] / count[s], 4), text_is_greedy=round(greedy[s] / count[s], 4))
+            out[name] = dict(
+                conversations=int((r.source == s).sum()),
+                positions=int(count[s]),
+                depth1_agreement=round(agree[s] / count[s], 4),
+                text_is_greedy=round(greedy[s] / count[s], 4),
+            )
             for d in depths:
                 out[name][f"chain{d}"] = chain_stats(rounds[s][d], d)
     out["all"] = dict(depth1_agreement=round(agree.sum() / max(count.sum(), 1), 4)) | {
-        f"chain{d}": chain_stats([a for s in rounds for a in rounds[s][d]], d) for d in depths}
+        f"chain{d}": chain_stats([a for s in rounds for a in rounds[s][d]], d) for d in depths
+    }
     return out
 
 
 def chain_stats(accepted: list[int], depth: int) -> dict:
-    """Accepted drafts per round -> tau (bonus included), accepted/drafted, unconditional and conditional per-depth rates."""
+    """Accepted drafts per round -> tau (bonus included), accepted/drafted, unconditional and conditional per-depth
+    rates."""
     a = np.asarray(accepted)
     if not len(a):
         return dict(rounds=0)
     reach = [float((a >= j).mean()) for j in range(depth + 1)]
-    return dict(rounds=len(a), tau=round(float(a.mean()) + 1, 4), accepted_per_drafted=round(float(a.mean()) / depth, 4),
-                unconditional=_round(reach[1:]), conditional=_round(reach[j + 1] / max(reach[j], 1e-9) for j in range(depth)))
+    return dict(
+        rounds=len(a),
+        tau=round(float(a.mean()) + 1, 4),
+        accepted_per_drafted=round(float(a.mean()) / depth, 4),
+        unconditional=_round(reach[1:]),
+        conditional=_round(reach[j + 1] / max(reach[j], 1e-9) for j in range(depth)),
+    )

@@ -1,8 +1,8 @@
 """Batched generation with the frozen target: static KV cache, left-padded rows, one CUDA graph per attended length.
 
-Training data is the target's own text, so throughput over thousands of rows matters and latency does not. On a GPU the decode step
-is captured in CUDA graphs; on a CPU the same function runs eagerly. Sampling is Gumbel-max at temperature T after a min-p cut
-(Nguyen et al. 2024, arXiv:2407.01082), which needs no sort; temperature 0 is argmax.
+Training data is the target's own text, so throughput over thousands of rows matters and latency does not. On a GPU
+the decode step is captured in CUDA graphs; on a CPU the same function runs eagerly. Sampling is Gumbel-max at
+temperature T after a min-p cut (Nguyen et al. 2024, arXiv:2407.01082), which needs no sort; temperature 0 is argmax.
 """
 
 from __future__ import annotations
@@ -21,15 +21,26 @@ from .train_net import TargetLlama, apply_rope, rope_tables
 class Generator:
     """Generates replies for batches of prompts. ``rows`` is the batch size at short context; long prompts use fewer."""
 
-    def __init__(self, net: TargetLlama, eos: list[int], rows: int = 2048, min_p: float = 0.05, seed: int = 0,
-                 cache_bytes: float = 70e9, step: int = 128, fused: bool = False):
+    def __init__(
+        self,
+        net: TargetLlama,
+        eos: list[int],
+        rows: int = 2048,
+        min_p: float = 0.05,
+        seed: int = 0,
+        cache_bytes: float = 70e9,
+        step: int = 128,
+        fused: bool = False,
+    ):
         self.fused = fused
         self.net, self.eos, self.rows, self.min_p, self.step = net, eos, rows, min_p, step
         self.device, self.dtype = net.norm.weight.device, net.norm.weight.dtype
         self.cuda = self.device.type == "cuda"
         self.cache_bytes, self.graphs, self.pool = cache_bytes, {}, None
         torch.manual_seed(seed)
-        self.qkv = [torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]) for a in (l.self_attn for l in net.layers)]
+        self.qkv = [
+            torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]) for a in (l.self_attn for l in net.layers)
+        ]
         self.gate_up = [torch.cat([l.mlp.gate_proj.weight, l.mlp.up_proj.weight]) for l in net.layers]
 
     # -- one decode step -------------------------------------------------------------------------------------------
@@ -40,7 +51,12 @@ class Generator:
     def _decode(self, s: dict, attend: int, sampled: bool) -> None:
         """One token for every row of state ``s``, attending cache columns [0, attend). Updates ``s`` in place."""
         c = self.net.config
-        n, m, d, g = c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.num_attention_heads // c.num_key_value_heads
+        n, m, d, g = (
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.head_dim,
+            c.num_attention_heads // c.num_key_value_heads,
+        )
         rows = s["tok"].shape[0]
         h = self.net.embed_tokens(s["tok"])
         cos, sin = rope_tables((s["col"] - s["pad"])[:, None], d, c.rope_theta)
@@ -70,7 +86,7 @@ class Generator:
         if self.fused:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         rows, m, g, d = q.shape
-        x = torch.baddbmm(bias.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=d ** -0.5)
+        x = torch.baddbmm(bias.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=d**-0.5)
         return torch.bmm(x.softmax(-1), v.flatten(0, 1)).view(rows, m, g, d)
 
     def _pick(self, h: Tensor, s: dict, sampled: bool) -> Tensor:
@@ -114,23 +130,28 @@ class Generator:
         shape = (rows, c.num_key_value_heads, cols, c.head_dim)
         self._cols = torch.arange(cols, device=dev)
         self._s = dict(
-            key=key, k=[torch.zeros(shape, dtype=self.dtype, device=dev) for _ in range(c.num_hidden_layers)],
+            key=key,
+            k=[torch.zeros(shape, dtype=self.dtype, device=dev) for _ in range(c.num_hidden_layers)],
             v=[torch.zeros(shape, dtype=self.dtype, device=dev) for _ in range(c.num_hidden_layers)],
-            tok=torch.zeros(rows, dtype=torch.int64, device=dev), col=torch.zeros(1, dtype=torch.int64, device=dev),
-            pad=torch.zeros(rows, dtype=torch.int64, device=dev), done=torch.zeros(rows, dtype=torch.bool, device=dev),
-            inv_t=torch.ones(rows, device=dev), out=torch.zeros(rows, cols, dtype=torch.int32, device=dev))
+            tok=torch.zeros(rows, dtype=torch.int64, device=dev),
+            col=torch.zeros(1, dtype=torch.int64, device=dev),
+            pad=torch.zeros(rows, dtype=torch.int64, device=dev),
+            done=torch.zeros(rows, dtype=torch.bool, device=dev),
+            inv_t=torch.ones(rows, device=dev),
+            out=torch.zeros(rows, cols, dtype=torch.int32, device=dev),
+        )
         return self._s
 
     @torch.no_grad()
     def batch(self, prompts: list, max_new: int, cols: int, rows: int, temps: np.ndarray | None) -> list[np.ndarray]:
         """prompts: token arrays (at most ``rows``, each <= cols - max_new) -> replies, cut after the first eos."""
-        s, net, n = self._state(rows, cols), self.net, len(prompts)
+        s, n = self._state(rows, cols), len(prompts)
         width = max(len(p) for p in prompts)
         pad = np.full(rows, width - 1, np.int64)
         ids = np.zeros((rows, width), np.int64)
         for b, p in enumerate(prompts):
             pad[b] = width - len(p)
-            ids[b, pad[b]:] = p
+            ids[b, pad[b] :] = p
         s["pad"].copy_(torch.from_numpy(pad))
         s["done"].zero_()[n:] = True
         s["col"].fill_(width - 1)
@@ -139,46 +160,47 @@ class Generator:
             inv[:n] = 1.0 / np.asarray(temps, np.float32)
             s["inv_t"].copy_(torch.from_numpy(inv))
         gids = torch.from_numpy(ids).to(self.device)
-        chunk = max(1, int(2 ** 21 // (width * width)) * 8)
-        for a in range(0, rows, chunk):                       # prefill of columns [0, width - 1)
+        chunk = max(1, int(2**21 // (width * width)) * 8)
+        for a in range(0, rows, chunk):  # prefill of columns [0, width - 1)
             if a >= n or width == 1:
                 break
-            self._prefill(s, gids[a:a + chunk, :-1], a)
+            self._prefill(s, gids[a : a + chunk, :-1], a)
         s["tok"].copy_(gids[:, -1])
         for t in range(max_new):
             col = width - 1 + t
             self._step(s, min(cols, -(-(col + 1) // self.step) * self.step), temps is not None)
             if t % 32 == 31 and bool(s["done"].all()):
                 break
-        out = s["out"][:n, width - 1:width + t].clone().cpu().numpy()
+        out = s["out"][:n, width - 1 : width + t].clone().cpu().numpy()
         replies = []
         for row in out:
             stop = np.flatnonzero(np.isin(row, self.eos))
-            replies.append(row[:stop[0] + 1] if len(stop) else row)
+            replies.append(row[: stop[0] + 1] if len(stop) else row)
         return replies
 
     def _prefill(self, s: dict, ids: Tensor, at: int) -> None:
         """Fill cache columns [0, w) of rows [at, at + r) from left-padded ids [r, w]."""
         net, (r, w) = self.net, ids.shape
         cols = torch.arange(w, device=self.device)
-        pad = s["pad"][at:at + r]
+        pad = s["pad"][at : at + r]
         pos = (cols - pad[:, None]).clamp_(min=0)
         keep = (cols >= pad[:, None])[:, None, None, :] & (cols[:, None] >= cols)
         keep |= torch.eye(w, dtype=torch.bool, device=self.device)
         bias = torch.zeros(keep.shape, dtype=self.dtype, device=self.device).masked_fill_(~keep, -1e4)
-        if w % 8:                                             # the fused attention kernels want 16-byte rows in the mask
+        if w % 8:  # the fused attention kernels want 16-byte rows in the mask
             bias = F.pad(bias, (0, 8 - w % 8))[..., :w]
         cos, sin = rope_tables(pos, net.config.head_dim, net.config.rope_theta)
         h = net.embed_tokens(ids)
         for i, layer in enumerate(net.layers):
             h, k, v = layer(h, cos, sin, bias)
-            s["k"][i][at:at + r, :, :w] = k
-            s["v"][i][at:at + r, :, :w] = v
+            s["k"][i][at : at + r, :, :w] = k
+            s["v"][i][at : at + r, :, :w] = v
 
     # -- many prompts ----------------------------------------------------------------------------------------------
 
-    def many(self, prompts: list, max_new: int, temps: np.ndarray | None, deadline: float = float("inf"),
-             log=print) -> list[np.ndarray | None]:
+    def many(
+        self, prompts: list, max_new: int, temps: np.ndarray | None, deadline: float = float("inf"), log=print
+    ) -> list[np.ndarray | None]:
         """Replies in the order of ``prompts``; None for those not reached before ``deadline`` (time.time())."""
         out: list[np.ndarray | None] = [None] * len(prompts)
         c = self.net.config
@@ -191,26 +213,42 @@ class Generator:
         batches = []
         for cols, members in classes.items():
             rows = min(self.rows, max(1, int(self.cache_bytes // (cols * token_bytes))), -(-len(members) // 16) * 16)
-            rows = -(-len(members) // -(-len(members) // rows))                  # even batches
-            some = [(cols, rows, members[a:a + rows]) for a in range(0, len(members), rows)]
-            batches += [some[i] for i in np.random.default_rng(0).permutation(len(some))]     # a deadline then cuts no kind of length
+            rows = -(-len(members) // -(-len(members) // rows))  # even batches
+            some = [(cols, rows, members[a : a + rows]) for a in range(0, len(members), rows)]
+            batches += [
+                some[i] for i in np.random.default_rng(0).permutation(len(some))
+            ]  # a deadline then cuts no kind of length
         done = 0
         for cols, rows, members in batches:
             if time.time() > deadline:
                 log(f"generate: out of time after {done} of {len(prompts)}")
                 break
             t0 = time.time()
-            got = self.batch([prompts[i] for i in members], max_new, cols, rows, None if temps is None else temps[members])
+            got = self.batch(
+                [prompts[i] for i in members], max_new, cols, rows, None if temps is None else temps[members]
+            )
             for i, reply in zip(members, got):
                 out[i] = reply
             done += len(members)
             count = sum(len(x) for x in got)
-            log(f"generate: {done}/{len(prompts)} rows={rows} cols={cols} {count} tokens in {time.time() - t0:.1f} s", flush=True)
+            log(
+                f"generate: {done}/{len(prompts)} rows={rows} cols={cols} {count} tokens in {time.time() - t0:.1f} s",
+                flush=True,
+            )
         return out
 
 
-def conversations(gen: Generator, prompts: Prompts, max_new: int, greedy: bool, seed: int, deadline: float = float("inf"),
-                  max_repeat: float = 0.3, order: np.ndarray | None = None, log=print) -> Replies:
+def conversations(
+    gen: Generator,
+    prompts: Prompts,
+    max_new: int,
+    greedy: bool,
+    seed: int,
+    deadline: float = float("inf"),
+    max_repeat: float = 0.3,
+    order: np.ndarray | None = None,
+    log=print,
+) -> Replies:
     """Generate reply 1 (and reply 2 where a follow-up exists) for every prompt, dropping loops.
 
     ``order`` limits the run to some prompts. Sampled replies use a temperature of 0.7 to 1.0 per prompt."""
@@ -238,13 +276,24 @@ def conversations(gen: Generator, prompts: Prompts, max_new: int, greedy: bool, 
             asst[j] = np.concatenate([asst[j], np.zeros(len(c) - len(ids[j]), np.uint8), np.ones(len(reply), np.uint8)])
             ids[j] = np.concatenate([c, reply])
     rows = order[np.asarray(kept, np.int64)]
-    return Replies(Ragged.of(ids), Ragged.of(asst, np.uint8), prompts.source[rows], prompts.held[rows],
-                   np.full(len(rows), greedy), prompts.names)
+    return Replies(
+        Ragged.of(ids),
+        Ragged.of(asst, np.uint8),
+        prompts.source[rows],
+        prompts.held[rows],
+        np.full(len(rows), greedy),
+        prompts.names,
+    )
 
 
 def join(parts: list[Replies]) -> Replies:
     """Concatenate reply sets that share their source names."""
     seqs = [(r, i) for r in parts for i in range(len(r.ids))]
-    return Replies(Ragged.of([r.ids[i] for r, i in seqs]), Ragged.of([r.asst[i] for r, i in seqs], np.uint8),
-                   np.concatenate([r.source for r in parts]), np.concatenate([r.held for r in parts]),
-                   np.concatenate([r.greedy for r in parts]), parts[0].names)
+    return Replies(
+        Ragged.of([r.ids[i] for r, i in seqs]),
+        Ragged.of([r.asst[i] for r, i in seqs], np.uint8),
+        np.concatenate([r.source for r in parts]),
+        np.concatenate([r.held for r in parts]),
+        np.concatenate([r.greedy for r in parts]),
+        parts[0].names,
+    )

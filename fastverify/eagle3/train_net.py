@@ -1,11 +1,12 @@
 """Networks of the EAGLE-3 trainer in plain PyTorch: a frozen Llama target and the one-layer draft.
 
-Sources: EAGLE-3 (Li et al. 2025, arXiv:2503.01840), section 3.1 for the fused low/mid/high features and section 3.2 for the
-training-time test; RoPE (Su et al. 2021, arXiv:2104.09864) in the half-split ("neox") layout; RMSNorm (Zhang & Sennrich 2019,
-arXiv:1910.07467); SwiGLU (Shazeer 2020, arXiv:2002.05202); grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245).
+Sources: EAGLE-3 (Li et al. 2025, arXiv:2503.01840), section 3.1 for the fused low/mid/high features and section 3.2
+for the training-time test; RoPE (Su et al. 2021, arXiv:2104.09864) in the half-split ("neox") layout; RMSNorm (Zhang
+& Sennrich 2019, arXiv:1910.07467); SwiGLU (Shazeer 2020, arXiv:2002.05202); grouped-query attention (Ainslie et al.
+2023, arXiv:2305.13245).
 
-Shapes used below: B rows, T tokens a row, H draft hidden, Ht target hidden, n / m query / key heads, d head size, V target
-vocabulary, Vd draft vocabulary, A the selected (assistant) positions of a batch.
+Shapes used below: B rows, T tokens a row, H draft hidden, Ht target hidden, n / m query / key heads, d head size, V
+target vocabulary, Vd draft vocabulary, A the selected (assistant) positions of a batch.
 
 Conventions of the draft (they must match the decoding network):
 
@@ -72,8 +73,16 @@ class DraftConfig(LlamaConfig):
         if len(set(aux)) != 3 or sorted(aux) != list(aux):
             raise ValueError(f"aux_layers must be three increasing layers; got {aux}. Fix: use a target of >= 7 layers")
         base = {k: v for k, v in asdict(t).items() if k in LlamaConfig.__dataclass_fields__}
-        base |= dict(num_hidden_layers=1, tie_word_embeddings=False, draft_vocab_size=draft_vocab_size,
-                     target_hidden_size=t.hidden_size, aux_layers=aux) | kw
+        base |= (
+            dict(
+                num_hidden_layers=1,
+                tie_word_embeddings=False,
+                draft_vocab_size=draft_vocab_size,
+                target_hidden_size=t.hidden_size,
+                aux_layers=aux,
+            )
+            | kw
+        )
         return cls(**base)
 
 
@@ -187,11 +196,14 @@ class TargetLlama(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, ids: Tensor, pos: Tensor, mask: Tensor | None, aux_layers=()) -> tuple[Tensor, Tensor | None]:
-        """ids, pos [B, T]; mask bool [B, 1, T, T] or None (causal) -> normed hidden [B, T, Ht], aux [B, T, len(aux)*Ht]."""
+        """ids, pos [B, T]; mask bool [B, 1, T, T] or None (causal) -> normed hidden [B, T, Ht], aux [B, T,
+        len(aux)*Ht]."""
         c = self.config
         cos, sin = rope_tables(pos, c.head_dim, c.rope_theta)
         h = self.embed_tokens(ids)
-        bias = None if mask is None else torch.zeros(mask.shape, dtype=h.dtype, device=h.device).masked_fill_(~mask, -1e4)
+        bias = (
+            None if mask is None else torch.zeros(mask.shape, dtype=h.dtype, device=h.device).masked_fill_(~mask, -1e4)
+        )
         aux = []
         for i, layer in enumerate(self.layers):
             if i in aux_layers:
@@ -200,7 +212,8 @@ class TargetLlama(nn.Module):
         return self.norm(h), torch.cat(aux, -1) if aux else None
 
     def logits(self, h: Tensor) -> Tensor:
-        """h [A, Ht] (normed) -> float32 logits [A, V]; a bf16 product keeps its float32 accumulator where the GPU can."""
+        """h [A, Ht] (normed) -> float32 logits [A, V]; a bf16 product keeps its float32 accumulator where the GPU
+        can."""
         return matmul_float32(h, self.lm_head.weight)
 
 
@@ -218,10 +231,10 @@ def matmul_float32(x: Tensor, w: Tensor) -> Tensor:
 class ChainAttention(torch.autograd.Function):
     """Attention of one unrolled step: causal over the step-0 keys, plus this chain's own entries of the later steps.
 
-    q [G, T, d] already scaled; keys0, values0 [G, T, d]; bias [B, T, T] additive in q's dtype, G = B * heads; own keys and values:
-    j tensors [G, T, d] each (one entry per chain and step). -> [G, T, d]. Written as one function because the scores are the
-    largest tensors of training: they are kept once, as probabilities, in a buffer whose row length stays a multiple of 8.
-    """
+    q [G, T, d] already scaled; keys0, values0 [G, T, d]; bias [B, T, T] additive in q's dtype, G = B * heads; own
+    keys and values: j tensors [G, T, d] each (one entry per chain and step). -> [G, T, d]. Written as one function
+    because the scores are the largest tensors of training: they are kept once, as probabilities, in a buffer whose
+    row length stays a multiple of 8."""
 
     @staticmethod
     def forward(ctx, q: Tensor, keys0: Tensor, values0: Tensor, bias: Tensor, *own: Tensor) -> Tensor:
@@ -271,13 +284,16 @@ class DraftLayer(nn.Module):
 
 
 class Eagle3Draft(nn.Module):
-    """The EAGLE-3 draft head; its state dict is the checkpoint (``midlayer.*``, ``fc``, ``norm``, ``lm_head``, d2t, t2d)."""
+    """The EAGLE-3 draft head; its state dict is the checkpoint (``midlayer.*``, ``fc``, ``norm``, ``lm_head``, d2t,
+    t2d)."""
 
     def __init__(self, c: DraftConfig):
         super().__init__()
         if c.hidden_size != c.target_hidden_size:
-            raise ValueError(f"draft: hidden_size must equal the target's {c.target_hidden_size}; got {c.hidden_size}. "
-                             "Fix: leave hidden_size out (the embedding table is shared)")
+            raise ValueError(
+                f"draft: hidden_size must equal the target's {c.target_hidden_size}; got {c.hidden_size}. "
+                "Fix: leave hidden_size out (the embedding table is shared)"
+            )
         self.config = c
         self.fc = nn.Linear(len(c.aux_layers) * c.target_hidden_size, c.hidden_size, bias=False)
         self.midlayer = DraftLayer(c)
@@ -290,8 +306,10 @@ class Eagle3Draft(nn.Module):
         """ids [Vd]: strictly increasing target ids of the draft vocabulary. d2t holds offsets: target = i + d2t[i]."""
         ids = ids.to(self.d2t.device, torch.int64)
         if ids.numel() != self.config.draft_vocab_size or not bool((ids[1:] > ids[:-1]).all()):
-            raise ValueError(f"draft vocabulary must be {self.config.draft_vocab_size} increasing ids; got {ids.numel()}. "
-                             "Fix: choose it with the vocab subcommand")
+            raise ValueError(
+                f"draft vocabulary must be {self.config.draft_vocab_size} increasing ids; got {ids.numel()}. "
+                "Fix: choose it with the vocab subcommand"
+            )
         self.d2t.copy_(ids - torch.arange(ids.numel(), device=ids.device))
         self.t2d.zero_()[ids] = True
 
@@ -305,10 +323,9 @@ class Eagle3Draft(nn.Module):
 
         embed: callable ids -> embeddings (frozen). ids, pos [B, T]; aux [B, T, 3*Ht]; mask bool [B, 1, T, T] from
         ``packed_mask``. Index k of step j is the draft chain that starts at pair k and has been given the true tokens
-        k+1 .. k+1+j; its position is k+j. It attends step-0 keys 0..k causally and, of every later step i <= j, only its
-        own entry: exactly the KV a draft sees that free-runs from pair k. Tokens past the end of a row are 0; the caller
-        ignores chains that leave their document.
-        """
+        k+1 .. k+1+j; its position is k+j. It attends step-0 keys 0..k causally and, of every later step i <= j, only
+        its own entry: exactly the KV a draft sees that free-runs from pair k. Tokens past the end of a row are 0; the
+        caller ignores chains that leave their document."""
         layer, c = self.midlayer, self.config
         att = layer.self_attn
         b, t = ids.shape
@@ -317,11 +334,11 @@ class Eagle3Draft(nn.Module):
         chain_k: list[Tensor] = []
         chain_v: list[Tensor] = []
         for j in range(steps):
-            tokens = F.pad(ids[:, 1 + j:], (0, min(1 + j, t)))
+            tokens = F.pad(ids[:, 1 + j :], (0, min(1 + j, t)))
             e = embed(tokens).to(h.dtype)
             x = torch.cat([layer.input_layernorm(e), layer.hidden_norm(h)], -1)
             q, k, v = att.qkv(x, *rope_tables(pos + j, c.head_dim, c.rope_theta))
-            q, k, v = (y.reshape(b * att.n, t, att.d) for y in (q * att.d ** -0.5, att.repeat(k), att.repeat(v)))
+            q, k, v = (y.reshape(b * att.n, t, att.d) for y in (q * att.d**-0.5, att.repeat(k), att.repeat(v)))
             if j == 0:
                 keys0, values0 = k, v
                 bias = torch.zeros(b, t, t, dtype=q.dtype, device=ids.device).masked_fill_(~mask[:, 0], -1e30)
@@ -344,8 +361,10 @@ class Eagle3Draft(nn.Module):
         fc = [0 | 0 | I], q/k/v = [noise | W], MLP, o_proj and norms copied, head rows = the target head's rows."""
         g = torch.Generator().manual_seed(seed)
         src, me, hid = target.layers[layer], self.midlayer, self.config.hidden_size
+
         def noise(like: Tensor, sd: float) -> Tensor:
             return (torch.randn(like.shape, generator=g) * sd).to(like)
+
         self.fc.weight.copy_(noise(self.fc.weight, 0.002))
         self.fc.weight[:, -hid:] += torch.eye(hid, device=self.fc.weight.device)
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -378,6 +397,7 @@ def load_target(path: str, dtype: torch.dtype = torch.float32, device: str = "cp
 
 def _read_hf(path: str) -> tuple[LlamaConfig, dict]:
     from safetensors.torch import load_file
+
     with open(os.path.join(path, "config.json")) as f:
         config = LlamaConfig.from_dict(json.load(f))
     state: dict[str, Tensor] = {}
@@ -391,9 +411,17 @@ def _read_hf(path: str) -> tuple[LlamaConfig, dict]:
     return config, state
 
 
-_GGUF_LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
-               "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-               "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_GGUF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 
 def _read_gguf(path: str) -> tuple[LlamaConfig, dict]:
@@ -401,20 +429,29 @@ def _read_gguf(path: str) -> tuple[LlamaConfig, dict]:
     import numpy as np
     from gguf import GGUFReader
     from gguf.quants import dequantize
+
     r = GGUFReader(path)
     field = lambda k, default=None: r.fields[k].contents() if k in r.fields else default
     if field("general.architecture") != "llama":
-        raise ValueError(f"target: GGUF architecture must be llama; got {field('general.architecture')}. Fix: use a Llama GGUF")
+        raise ValueError(
+            f"target: GGUF architecture must be llama; got {field('general.architecture')}. Fix: use a Llama GGUF"
+        )
     names = {t.name for t in r.tensors}
     h, n = field("llama.embedding_length"), field("llama.attention.head_count")
     embd = next(t for t in r.tensors if t.name == "token_embd.weight")
     c = LlamaConfig(
-        vocab_size=int(embd.shape[1]), hidden_size=h, intermediate_size=field("llama.feed_forward_length"),
-        num_hidden_layers=field("llama.block_count"), num_attention_heads=n,
-        num_key_value_heads=field("llama.attention.head_count_kv", n), head_dim=field("llama.attention.key_length", h // n),
+        vocab_size=int(embd.shape[1]),
+        hidden_size=h,
+        intermediate_size=field("llama.feed_forward_length"),
+        num_hidden_layers=field("llama.block_count"),
+        num_attention_heads=n,
+        num_key_value_heads=field("llama.attention.head_count_kv", n),
+        head_dim=field("llama.attention.key_length", h // n),
         rope_theta=float(field("llama.rope.freq_base", 10000.0)),
         rms_norm_eps=float(np.float32(field("llama.attention.layer_norm_rms_epsilon")).astype(str)),
-        max_position_embeddings=field("llama.context_length"), tie_word_embeddings="output.weight" not in names)
+        max_position_embeddings=field("llama.context_length"),
+        tie_word_embeddings="output.weight" not in names,
+    )
     state = {}
     for t in r.tensors:
         w = torch.from_numpy(np.ascontiguousarray(dequantize(t.data, t.tensor_type), dtype=np.float32))
@@ -426,7 +463,7 @@ def _read_gguf(path: str) -> tuple[LlamaConfig, dict]:
                 w = w.view(heads, c.head_dim // 2, 2, -1).transpose(1, 2).reshape(w.shape).contiguous()
         else:
             key = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}.get(parts[0])
-            if key is None:                                   # rope_freqs and the like carry no weights
+            if key is None:  # rope_freqs and the like carry no weights
                 continue
             key += ".weight"
         state[key] = w
@@ -437,23 +474,44 @@ def _read_gguf(path: str) -> tuple[LlamaConfig, dict]:
 def draft_config_json(c: DraftConfig, target: dict, dtype: str = "bfloat16") -> dict:
     """``config.json`` in the flat EAGLE / SpecForge keys; ``target`` records what the draft was trained for."""
     return {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": c.vocab_size,
-        "draft_vocab_size": c.draft_vocab_size, "hidden_size": c.hidden_size, "target_hidden_size": c.target_hidden_size,
-        "intermediate_size": c.intermediate_size, "num_hidden_layers": 1, "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads, "head_dim": c.head_dim, "hidden_act": "silu", "bias": False,
-        "attention_bias": False, "rms_norm_eps": c.rms_norm_eps, "rope_theta": c.rope_theta,
-        "max_position_embeddings": c.max_position_embeddings, "tie_word_embeddings": False, "torch_dtype": dtype,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": c.vocab_size,
+        "draft_vocab_size": c.draft_vocab_size,
+        "hidden_size": c.hidden_size,
+        "target_hidden_size": c.target_hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "bias": False,
+        "attention_bias": False,
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_theta": c.rope_theta,
+        "max_position_embeddings": c.max_position_embeddings,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
         "num_aux_hidden_states": len(c.aux_layers),
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(c.aux_layers), "use_aux_hidden_state": True,
-                         "aux_convention": "input"},
-        "target": target}
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(c.aux_layers),
+            "use_aux_hidden_state": True,
+            "aux_convention": "input",
+        },
+        "target": target,
+    }
 
 
 def save_draft(net: Eagle3Draft, path: str, target: dict, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write ``config.json`` and ``model.safetensors`` (weights in ``dtype``, d2t int64 offsets, t2d bool)."""
     from safetensors.torch import save_file
+
     os.makedirs(path, exist_ok=True)
-    state = {k: (v.to(dtype) if v.is_floating_point() else v).detach().cpu().contiguous() for k, v in net.state_dict().items()}
+    state = {
+        k: (v.to(dtype) if v.is_floating_point() else v).detach().cpu().contiguous()
+        for k, v in net.state_dict().items()
+    }
     save_file(state, os.path.join(path, "model.safetensors"), metadata={"format": "pt"})
     with open(os.path.join(path, "config.json"), "w") as f:
         json.dump(draft_config_json(net.config, target, str(dtype).removeprefix("torch.")), f, indent=2)
@@ -463,6 +521,7 @@ def save_draft(net: Eagle3Draft, path: str, target: dict, dtype: torch.dtype = t
 def load_draft(path: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Eagle3Draft:
     """Read what ``save_draft`` wrote."""
     from safetensors.torch import load_file
+
     with open(os.path.join(path, "config.json")) as f:
         d = json.load(f)
     ids = d["eagle_config"]["eagle_aux_hidden_state_layer_ids"]

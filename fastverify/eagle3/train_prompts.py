@@ -1,9 +1,9 @@
 """Prompts for self-generated EAGLE-3 data, built from freely licensed dictionaries and manuals and from templates.
 
-Seed texts come from Debian packages unpacked into one folder (``apt-get download``, ``dpkg -x``); nothing of them is shipped, only
-a draft trained on the target's own replies is. ``SOURCES`` records what is used and under which licence. Evaluation prompts are
-never used: ``build(exclude=...)`` drops every prompt that shares ten words in a row with an evaluation file.
-"""
+Seed texts come from Debian packages unpacked into one folder (``apt-get download``, ``dpkg -x``), beside the output
+of ``apt-cache dumpavail`` as ``packages.txt``; nothing of them is shipped, only a draft trained on the target's own
+replies is. ``SOURCES`` records what is used and under which licence. Evaluation prompts are never used:
+``build(exclude=...)`` drops every prompt that shares ten words in a row with an evaluation file."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from typing import Callable
 
 import numpy as np
 
+from . import train_templates as templates
 from .train_data import Prompts, Ragged
 
 SOURCES = {
@@ -33,35 +34,33 @@ SOURCES = {
     "fortunes": "fortune cookies (Debian fortunes, fortunes-min): BSD",
     "stdlib": "signatures and docstrings of Python's standard library: PSF licence",
     "summary": "paragraphs of the sources above and of composed reports, to be summarised",
-    "chat": "templates of this file over WordNet nouns",
-    "instruct": "templates of this file over WordNet nouns, adjectives and example sentences",
-    "math": "templates of this file",
-    "code": "templates of this file",
-    "structured": "templates of this file",
+    "chat": "templates of train_templates.py over WordNet nouns",
+    "instruct": "templates of train_templates.py over WordNet nouns, adjectives and example sentences",
+    "math": "templates of train_templates.py",
+    "code": "templates of train_templates.py",
+    "structured": "templates of train_templates.py",
 }
-SHARE = dict(wordnet=4000, people_places=6000, foldoc=2500, jargon=1000, manual=1500, packages=2500, fortunes=1500, stdlib=3500,
-             summary=6500, chat=10000, instruct=8000, math=9000, code=4500, structured=3000)
-FOLLOW = ["Can you give an example?", "Please make it shorter.", "Now write it as a bulleted list.", "Explain it to a five year old.",
-          "Why is that important?", "Can you rewrite your answer in a more formal tone?", "What are the disadvantages?",
-          "Summarize your answer in one sentence.", "Can you expand on the second point?", "Rephrase your previous answer.",
-          "Add a short conclusion.", "How would this change in ten years?", "Are you sure? Check your answer step by step.",
-          "Translate your answer to French.", "Write three questions about your answer.", "Give me two more alternatives."]
-NAMES = ("Anna Ben Carla David Emma Felix Grace Henry Isla Jack Karen Leo Maria Nathan Olivia Peter Rosa Sam Tina Victor Wendy Yusuf "
-         "Zoe Priya Omar Lucy Martin Elena George Hannah").split()
-ITEMS = ("apples oranges books pencils marbles stickers cookies eggs tickets bottles boxes shirts candles cards flowers balloons coins "
-         "muffins sandwiches toys notebooks stamps shells plants").split()
-TOPICS = ("climate change, renewable energy, artificial intelligence, time management, healthy eating, the water cycle, photosynthesis, "
-          "the French Revolution, remote work, public speaking, electric cars, space travel, social media, personal finance, meditation, "
-          "world history, machine learning, gardening, photography, the stock market, online learning, recycling, sleep, friendship, "
-          "job interviews, travel in Asia, home cooking, musical instruments, chess, climate policy, cyber security, databases, "
-          "the solar system, vaccines, ancient Egypt, customer service, team work, marketing, blockchain, urban planning, inflation, "
-          "supply and demand, gravity, black holes, evolution, poetry, football, basketball, swimming, yoga, coffee, tea, bread, pets, "
-          "dogs, cats, volcanoes, earthquakes, oceans, forests, small business, entrepreneurship, leadership, parenting, art, museums, "
-          "film, theatre, the internet, smartphones, video games, robots, ethics, law, democracy, voting, taxes, health insurance").split(", ")
+SHARE = dict(
+    wordnet=4000,
+    people_places=6000,
+    foldoc=2500,
+    jargon=1000,
+    manual=1500,
+    packages=2500,
+    fortunes=1500,
+    stdlib=3500,
+    summary=6500,
+    chat=10000,
+    instruct=8000,
+    math=9000,
+    code=4500,
+    structured=3000,
+)
 
 
-def _words(seeds: str) -> dict:
-    """WordNet -> common nouns, adjectives, example sentences, glosses, and instances (people, places, events) with glosses."""
+def word_lists(seeds: str) -> dict:
+    """WordNet -> common nouns, adjectives, example sentences, glosses, and instances (people, places, events) with
+    glosses."""
     out: dict = dict(gloss=[], sentence=[], person=[], place=[], thing=[], noun=[], adj=[], verb=[])
     for kind in ("noun", "verb", "adj"):
         path = glob.glob(f"{seeds}/**/wordnet/data.{kind}", recursive=True)[0]
@@ -92,7 +91,7 @@ def _dict(seeds: str, name: str) -> list[tuple[str, str]]:
     out = []
     for line in open(glob.glob(f"{seeds}/**/{name}.index", recursive=True)[0], encoding="utf-8", errors="replace"):
         word, at, size = line.rstrip("\n").split("\t")[:3]
-        body = text[number(at):number(at) + number(size)].decode("utf-8", "replace")
+        body = text[number(at) : number(at) + number(size)].decode("utf-8", "replace")
         body = re.sub(r"[{}]", "", body)
         if not word.startswith("00") and len(body) > 80:
             out.append((word, body))
@@ -108,7 +107,7 @@ def _cut(text: str, chars: int) -> str:
     if len(text) <= chars:
         return text
     cut = text[:chars]
-    return cut[:cut.rfind(". ") + 1] if ". " in cut else cut
+    return cut[: cut.rfind(". ") + 1] if ". " in cut else cut
 
 
 def _manual(seeds: str) -> list[tuple[str, str]]:
@@ -117,7 +116,12 @@ def _manual(seeds: str) -> list[tuple[str, str]]:
         text = gzip.open(path).read().decode("utf-8", "replace")
         m = re.search(r"^\.SH \"?DESCRIPTION\"?\n(.*?)^\.SH", text, re.S | re.M)
         if m:
-            body = re.sub(r'\\f.|\\-|\\&|\\\(..|^\.[A-Z]{1,2}\b|^\.\\".*$|"', lambda k: "-" if k.group() == r"\-" else "", m.group(1), flags=re.M)
+            body = re.sub(
+                r'\\f.|\\-|\\&|\\\(..|^\.[A-Z]{1,2}\b|^\.\\".*$|"',
+                lambda k: "-" if k.group() == r"\-" else "",
+                m.group(1),
+                flags=re.M,
+            )
             out.append((os.path.basename(path).split(".")[0], _flat(body)))
     return [x for x in out if len(x[1]) > 150]
 
@@ -132,7 +136,11 @@ def _packages(seeds: str) -> list[tuple[str, str]]:
             out[name] = line.split(": ", 1)[1].strip() + ":"
             open_text = True
         elif line.startswith(" ") and name in out and open_text:
-            out[name] += " " + line.strip().removesuffix(".") + ("." if line.strip().endswith(".") and len(line.strip()) > 1 else "")
+            out[name] += (
+                " "
+                + line.strip().removesuffix(".")
+                + ("." if line.strip().endswith(".") and len(line.strip()) > 1 else "")
+            )
         else:
             open_text = False
     return [(k, _flat(v)) for k, v in out.items() if len(v) > 60 and not k.startswith("lib")]
@@ -160,167 +168,9 @@ def _stdlib() -> list[tuple[str, str]]:
     return sorted(out.items())
 
 
-# ------------------------------------------------------------------------------------------------------------------
-# Templates: each maker takes (rng, seed texts) and returns one user message.
-
-
-def _math(r: random.Random, w: dict) -> str:
-    a, b, c = r.sample(NAMES, 3)
-    x, y = r.sample(ITEMS, 2)
-    n, m, k, p = r.randint(3, 60), r.randint(2, 20), r.randint(2, 12), r.choice([5, 10, 15, 20, 25, 30, 40, 50])
-    return r.choice([
-        f"{a} has {n} {x}. {b} gives {a} {m} more {x}, and then {a} gives {k} {x} to {c}. How many {x} does {a} have now?",
-        f"{a} buys {m} {x} for ${k} each and {k} {y} for ${m} each. How much money does {a} spend in total?",
-        f"A store sells {x} for ${n} each. If {a} gets a {p}% discount and buys {m} of them, how much does {a} pay?",
-        f"{a} reads {n} pages on Monday and {m} times as many pages on Tuesday. How many pages does {a} read in the two days?",
-        f"{a} works {k} hours a day and earns ${n} an hour. How much does {a} earn in {m} days?",
-        f"There are {n * m} {x} in {m} boxes. Each box has the same number of {x}. {a} takes {k} boxes. How many {x} does {a} have?",
-        f"{a} can run {k} miles in {n} minutes. How long does it take {a} to run {k * m} miles at the same speed?",
-        f"{a} is {m} years older than {b}. {b} is twice as old as {c}, who is {k} years old. How old is {a}?",
-        f"A farmer has {n} cows and {m} times as many chickens. How many legs do all the animals have together?",
-        f"{a} bakes {n} {x}. {a} eats {k}, sells half of the rest for ${m} each, and gives away the remainder. How much money does {a} make?",
-        f"The ratio of {x} to {y} in a box is {k}:{m}. If there are {(k + m) * n} in total, how many {x} are in the box?",
-        f"A train travels at {n + 30} miles per hour for {k} hours and then at {n + 10} miles per hour for {m} hours. How far does it travel?",
-        f"{a} saves ${n} each week. {a} wants to buy a bike that costs ${n * k + m}. How many weeks must {a} save?",
-        f"In a class of {n + 10} students, {p}% are girls. How many boys are in the class?",
-        f"{a} had ${n + m * k}. After buying {m} {x}, {a} has ${n} left. How much did each of the {x} cost?",
-        f"What is {n} times {m} plus {k}?", f"Calculate {n * k} divided by {k}, then subtract {m}.", f"Solve for x: {k}x + {m} = {k * n + m}.",
-        f"What is {p}% of {n * 10}?", f"Find the area and the perimeter of a rectangle with length {n} and width {m}.",
-        f"If f(x) = {k}x^2 - {m}x + {n}, what is f({r.randint(1, 5)})?", f"List the first {m} multiples of {k} and add them up.",
-        f"{a} fills a tank with {n * 10} liters of water. It leaks {k} liters an hour. How many liters are left after {m} hours?",
-        f"Every day {a} feeds {k} {r.choice(['cats', 'dogs', 'horses'])} {m} scoops of food in the morning and {k + 1} scoops in the evening. How many scoops does "
-        f"{a} use in a week?",
-        f"{a}, {b} and {c} share {n * 3} {x}. {a} gets {n - 2}, {b} gets {m} fewer than {a}, and {c} gets the rest. How many does {c} get?",
-        f"A ticket costs ${k} for children and ${k + m} for adults. A family of {r.randint(2, 4)} adults and {r.randint(1, 5)} children buys tickets. How much do they pay?",
-    ]) + r.choice(["", "", "", " Show your work.", " Think step by step.", " Give the final answer as a number."])
-
-
-_TASKS = [  # (name, arguments, description, function that computes the doctest)
-    ("sum_of_squares", "numbers", "Return the sum of the squares of the numbers in the list.", lambda r: ([r.randint(0, 9) for _ in range(4)],), lambda a: sum(x * x for x in a)),
-    ("count_vowels", "text", "Count how many vowels are in the given string.", lambda r: (r.choice(NAMES) + r.choice(ITEMS),), lambda s: sum(c in "aeiouAEIOU" for c in s)),
-    ("reverse_words", "text", "Return the words of the text in reverse order.", lambda r: (" ".join(r.sample(ITEMS, 3)),), lambda s: " ".join(s.split()[::-1])),
-    ("is_palindrome", "text", "Return True if the text reads the same forwards and backwards.", lambda r: (r.choice(["level", "hello", "noon", "python"]),), lambda s: s == s[::-1]),
-    ("second_largest", "numbers", "Return the second largest number of a list with at least two distinct elements.", lambda r: (r.sample(range(50), 5),), lambda a: sorted(a)[-2]),
-    ("remove_duplicates", "items", "Remove duplicates from the list and keep the order of the first occurrences.", lambda r: ([r.randint(1, 4) for _ in range(6)],), lambda a: list(dict.fromkeys(a))),
-    ("factorial", "n", "Return the factorial of a non-negative integer n.", lambda r: (r.randint(0, 8),), lambda n: int(np.prod(range(1, n + 1), dtype=np.int64))),
-    ("fibonacci", "n", "Return the n-th Fibonacci number, where fibonacci(0) is 0 and fibonacci(1) is 1.", lambda r: (r.randint(2, 15),), lambda n: [0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610][n]),
-    ("filter_even", "numbers", "Return only the even numbers of the list.", lambda r: (r.sample(range(40), 6),), lambda a: [x for x in a if x % 2 == 0]),
-    ("running_total", "numbers", "Return a list where element i is the sum of the first i + 1 numbers.", lambda r: ([r.randint(1, 9) for _ in range(4)],), lambda a: np.cumsum(a).tolist()),
-    ("longest_word", "words", "Return the longest word in the list; the first one if there are several.", lambda r: (r.sample(ITEMS, 4),), lambda a: max(a, key=len)),
-    ("char_count", "text", "Return a dictionary that maps each character to the number of times it occurs.", lambda r: (r.choice(["banana", "hello", "noon"]),), lambda s: {c: s.count(c) for c in s}),
-    ("clamp", "value, low, high", "Limit the value to the range from low to high.", lambda r: (r.randint(-20, 40), 0, 20), lambda v, a, b: max(a, min(v, b))),
-    ("gcd", "a, b", "Return the greatest common divisor of two positive integers.", lambda r: (r.randint(2, 90), r.randint(2, 90)), lambda a, b: int(np.gcd(a, b))),
-    ("digit_sum", "n", "Return the sum of the decimal digits of n.", lambda r: (r.randint(10, 99999),), lambda n: sum(map(int, str(n)))),
-    ("chunk", "items, size", "Split the list into consecutive pieces of the given size.", lambda r: (list(range(r.randint(4, 9))), r.randint(2, 3)), lambda a, k: [a[i:i + k] for i in range(0, len(a), k)]),
-    ("merge_sorted", "a, b", "Merge two sorted lists into one sorted list.", lambda r: (sorted(r.sample(range(20), 3)), sorted(r.sample(range(20), 3))), lambda a, b: sorted(a + b)),
-    ("is_prime", "n", "Return True if n is a prime number.", lambda r: (r.randint(2, 60),), lambda n: n > 1 and all(n % i for i in range(2, n))),
-    ("capitalize_all", "words", "Return the words with their first letters in upper case.", lambda r: (r.sample(ITEMS, 3),), lambda a: [x.capitalize() for x in a]),
-    ("transpose", "matrix", "Return the transpose of a matrix given as a list of rows.", lambda r: ([[r.randint(0, 9) for _ in range(3)] for _ in range(2)],), lambda m: [list(x) for x in zip(*m)]),
-    ("average", "numbers", "Return the arithmetic mean of the numbers, or 0 for an empty list.", lambda r: ([r.randint(1, 9) * 4 for _ in range(4)],), lambda a: sum(a) / len(a)),
-    ("to_binary", "n", "Return the binary representation of n as a string.", lambda r: (r.randint(1, 99),), lambda n: bin(n)[2:]),
-    ("common_elements", "a, b", "Return the sorted elements that are in both lists.", lambda r: (r.sample(range(12), 5), r.sample(range(12), 5)), lambda a, b: sorted(set(a) & set(b))),
-    ("index_of_max", "numbers", "Return the index of the largest number in the list.", lambda r: (r.sample(range(90), 5),), lambda a: a.index(max(a))),
-    ("starts_with", "words, prefix", "Return the words that start with the prefix.", lambda r: (r.sample(ITEMS, 6), r.choice("abcs")), lambda a, p: [x for x in a if x.startswith(p)]),
-]
-
-
-def _code(r: random.Random, w: dict) -> str:
-    name, args, what, make, run = r.choice(_TASKS)
-    fn = name if r.random() < 0.5 else r.choice(["my_", "compute_", "get_", "find_", "do_"]) + name
-    examples = [make(r) for _ in range(r.randint(1, 3))]
-    if r.random() < 0.3:
-        lang = r.choice(["Python", "Python", "Python", "JavaScript", "Java", "C++"])
-        call = f"{fn}({', '.join(map(repr, examples[0]))})"
-        return r.choice([f"Write a {lang} function {fn}({args}). {what} For example, {call} should give {run(*examples[0])!r}.",
-                         f"Implement the following in {lang}: {what}", f"{what} Write the code in {lang} and explain how it works.",
-                         f"What is wrong with this approach to '{what.rstrip('.')}', and how can it be done in {lang} in linear time?"])
-    typed = r.random() < 0.4
-    sig = f"def {fn}({args}):" if not typed else f"def {fn}({args}) -> {type(run(*examples[0])).__name__}:"
-    q, lines = r.choice(['"""', "'''"]), []
-    style = r.randint(0, 2)
-    for e in examples:
-        call = f"{fn}({', '.join(map(repr, e))})"
-        lines += ([f">>> {call}", repr(run(*e))] if style == 0 else [f"{call} == {run(*e)!r}"] if style == 1 else [f"{call} => {run(*e)!r}"])
-    doc = "\n    ".join([what] + (["", "Examples:"] if r.random() < 0.4 else []) + lines)
-    imports = "from typing import List\n\n\n" if typed and r.random() < 0.5 else ""
-    head = r.choice(["Complete the code I provided.\n", "Complete the code I provided.\n\n", "Complete the code I provided.", "Complete the following function.\n\n",
-                     "Finish this Python function:\n"])
-    return f"{head}{imports}{sig}\n    {q}{r.choice(['', ' '])}{doc}\n    {q}\n"
-
-
-def _chat(r: random.Random, w: dict) -> str:
-    t = r.choice(TOPICS) if r.random() < 0.5 else r.choice(w["noun"])
-    u, role = r.choice(TOPICS), r.choice("teacher,doctor,lawyer,travel guide,chef,historian,economist,software engineer,poet,coach".split(","))
-    a, b = r.choice(NAMES), r.choice(NAMES)
-    return r.choice([
-        f"Write a blog post about {t}.", f"Compose a short email to {a} about {t}. Keep it polite and to the point.", f"Explain {t} in simple terms.",
-        f"What are the main advantages and disadvantages of {t}?", f"Write a short story about {t}, with {a} and {b} as characters.",
-        f"Imagine you are a {role}. How would you explain {t} to a beginner?", f"Describe the relation between {t} and {u}.",
-        f"Give me five tips about {t}.", f"How does {t} work?", f"Write a persuasive paragraph about {t}.", f"Why do people like {t}?",
-        f"Pretend to be a {role} and answer: what should I know about {t}?", f"Write a dialogue between {a} and {b} about {t}.",
-        f"Draft an outline for an essay on {t}.", f"What is the history of {t}?", f"Write a poem about {t}.", f"Compare {t} and {u}.",
-        f"How can I get better at {t}?", f"What would happen if there were no {t}?", f"Write a product description for something related to {t}.",
-        f"I am worried about {t}. What should I do?", f"Create a weekly plan to learn about {t}.", f"What are common myths about {t}?",
-        f"Write a speech of one minute about {t}.", f"Tell me something interesting about {t}.", f"Can you help me with {t}?",
-        f"Write an opening paragraph of a novel in which {t} plays a role.", f"Ask me three questions about {t}.", f"What do experts say about {t}?",
-    ])
-
-
-def _instruct(r: random.Random, w: dict) -> str:
-    s, n, adj = r.choice(w["sentence"]), r.choice(w["noun"]), r.choice(w["adj"])
-    s = s[0].upper() + s[1:] + ("" if s[-1] in ".?!" else ".")
-    k, t = r.randint(3, 10), r.choice(TOPICS)
-    return r.choice([
-        f"Rewrite this sentence in the passive voice: {s}", f"Make this sentence more descriptive: {s}", f"Correct the grammar of the sentence: {s.lower()}",
-        f"Give {k} examples of things that are {adj}.", f"Write a sentence with the word '{n}'.", f"List {k} synonyms of the word '{adj}'.",
-        f"Classify the sentiment of the sentence as positive, negative or neutral: {s}", f"Continue the sentence: {s[:len(s) * 2 // 3]}",
-        f"Generate {k} ideas for {t}.", f"Create a list of {k} facts about {t}.", f"Describe a method for {t}.", f"Name {k} things that you need for {t}.",
-        f"Write a slogan for {t}.", f"Identify the subject and the verb of the sentence: {s}", f"Turn this into a question: {s}",
-        f"What is the opposite of '{adj}'?", f"Suggest a title for a book about {n} and {t}.", f"Write a tweet about {t}.", f"Create an analogy for {n}.",
-        f"Translate into Spanish: {s}", f"Translate the sentence to German: {s}", f"Write a haiku about {n}.", f"Explain why {t} matters to students.",
-        f"Summarize the benefits of {t} in {k} bullet points.", f"Find the adjectives in this sentence: {s}", f"Design a quiz with {k} questions about {t}.",
-        f"Write a review of a {adj} {n}.", f"Edit the following text so that it is easier to read: {s}", f"Put these words in alphabetical order: {', '.join(r.sample(w['noun'], 5))}.",
-        f"Pick the odd one out and explain: {', '.join(r.sample(w['noun'], 4))}.", f"Describe the character of {r.choice(NAMES)}, who is {adj}.",
-    ])
-
-
-def _structured(r: random.Random, w: dict) -> str:
-    a, b = r.sample(NAMES, 2)
-    x, n, m = r.choice(ITEMS), r.randint(1, 90), r.randint(18, 80)
-    row = f"{a}, age {m}, bought {n} {x} on {r.randint(1, 28)} {r.choice(['January', 'March', 'June', 'October'])} for ${n * 3}."
-    row2 = f"{b}, age {m - 3}, bought {n + 4} {r.choice(ITEMS)} for ${n * 5}."
-    return r.choice([
-        f"Extract the name, age and item from the text as JSON: {row}", f"Convert to a table with the columns name, age and amount: {row} {row2}",
-        f"Write the following as a CSV file: {row} {row2}", f"Turn the data into a JSON list: {row} {row2}", f"Write an SQL query that finds all customers who bought {x}.",
-        f"Write an HTML page with a list of {', '.join(r.sample(ITEMS, 4))}.", f"Given the table\nname | {x}\n{a} | {n}\n{b} | {m}\nwho has more {x}, and how many in total?",
-        f"Write a regular expression that matches {r.choice(['a date', 'an email address', 'a phone number', 'a hex colour', 'a postal code'])}.",
-        f"Write a YAML configuration for a service named {a.lower()} with {n} workers and port {8000 + n}.", f"Sort these numbers from small to large: {', '.join(str(r.randint(1, 99)) for _ in range(7))}.",
-        f"Create a shopping list in Markdown with {', '.join(r.sample(ITEMS, 5))} and their prices.", f"Extract all numbers from the text: {row} {row2}",
-    ])
-
-
-def _report(r: random.Random, w: dict) -> str:
-    """A made-up news item of a few sentences: gives summarisation its usual style without using anyone's news text."""
-    a, b = r.sample(NAMES, 2)
-    place = r.choice(w["place"])[0]
-    x, y = r.choice(w["noun"]), r.choice(TOPICS)
-    n = r.randint(3, 900)
-    s = [f"{a} {r.choice(w['person'])[0].split(' ')[-1]}, {r.randint(19, 80)}, from {place}, has been praised after a campaign about {y} reached {n} people.",
-         f"The group said on {r.choice(['Monday', 'Tuesday', 'Friday', 'Sunday'])} that the number of people who use a {x} rose by {r.randint(2, 60)} per cent in a year.",
-         f"'We never expected this,' {a} said. 'It began with a {x} and a small idea about {y}.'",
-         f"Officials in {place} are now looking at whether the plan, which cost ${n},000, can be used in other cities.",
-         f"Critics, among them {b}, warned that {y} needs more than good will.", f"A spokesman said: 'We take {y} very seriously and are working with local people.'",
-         f"The {x} was first shown at a meeting in {r.choice(w['place'])[0]} in {r.randint(1950, 2015)}.", f"More than {n * 7} visitors came to see it last summer, according to a report.",
-         f"{b}, a mother of {r.randint(2, 5)}, said that her family had waited for {r.randint(2, 20)} years.", f"The case continues, and a decision is expected in {r.choice(['May', 'August', 'November'])}."]
-    s += [e[0].upper() + e[1:] + "." for e in r.sample(w["sentence"], 3)]
-    body = s[1:]
-    r.shuffle(body)
-    return " ".join([s[0]] + body[:r.randint(3, len(body))])
-
-
 def seeds(folder: str) -> dict[str, Callable[[random.Random], str]]:
     """Seed folder -> for each source a function that draws one user message."""
-    w = _words(folder)
+    w = word_lists(folder)
     foldoc, jargon, manual = _dict(folder, "foldoc"), _dict(folder, "jargon"), _manual(folder)
     packages, stdlib = _packages(folder), _stdlib()
     cookies = []
@@ -332,51 +182,130 @@ def seeds(folder: str) -> dict[str, Callable[[random.Random], str]]:
 
     def wordnet(r):
         (a, k, g), (b, _, _) = r.choice(w["gloss"]), r.choice(w["gloss"])
-        return r.choice([f"What does the {k if k != 'adj' else 'adjective'} '{a}' mean?", f"What is the difference between {a} and {b}?", f"Define {a} and use it in a sentence.",
-                         f"Which word means: {g}?", f"Rewrite this definition in your own words: {g}", f"Is this a good definition of '{a}'? {g}", f"Explain the word '{a}' to a child.",
-                         f"Write two sentences with the words {a} and {b}."])
+        return r.choice(
+            [
+                f"What does the {k if k != 'adj' else 'adjective'} '{a}' mean?",
+                f"What is the difference between {a} and {b}?",
+                f"Define {a} and use it in a sentence.",
+                f"Which word means: {g}?",
+                f"Rewrite this definition in your own words: {g}",
+                f"Is this a good definition of '{a}'? {g}",
+                f"Explain the word '{a}' to a child.",
+                f"Write two sentences with the words {a} and {b}.",
+            ]
+        )
 
     def people_places(r):
         kind = r.choice(["person", "person", "place", "thing"])
         name, gloss = r.choice(w[kind])
-        return r.choice({
-            "person": [f"Who was {name}?", f"When was {name} born?", f"What is {name} famous for?", f"Where did {name} live?", f"Who is {name} and why is he or she remembered?",
-                       f"Which person is described here: {gloss}?", f"When did {name} die?", f"Who was older, {name} or {r.choice(w['person'])[0]}?"],
-            "place": [f"Where is {name}?", f"What country is {name} in?", f"What is {name} known for?", f"How many people live in {name}?", f"What is the capital of {name}?",
-                      f"When was {name} founded?", f"What language is spoken in {name}?", f"Where is {name} on the map?"],
-            "thing": [f"What is {name}?", f"When did {name} happen?", f"Where does the name {name} come from?", f"What do you know about {name}?", f"Who started {name}?"]}[kind])
+        return r.choice(
+            {
+                "person": [
+                    f"Who was {name}?",
+                    f"When was {name} born?",
+                    f"What is {name} famous for?",
+                    f"Where did {name} live?",
+                    f"Who is {name} and why is he or she remembered?",
+                    f"Which person is described here: {gloss}?",
+                    f"When did {name} die?",
+                    f"Who was older, {name} or {r.choice(w['person'])[0]}?",
+                ],
+                "place": [
+                    f"Where is {name}?",
+                    f"What country is {name} in?",
+                    f"What is {name} known for?",
+                    f"How many people live in {name}?",
+                    f"What is the capital of {name}?",
+                    f"When was {name} founded?",
+                    f"What language is spoken in {name}?",
+                    f"Where is {name} on the map?",
+                ],
+                "thing": [
+                    f"What is {name}?",
+                    f"When did {name} happen?",
+                    f"Where does the name {name} come from?",
+                    f"What do you know about {name}?",
+                    f"Who started {name}?",
+                ],
+            }[kind]
+        )
 
     def entry(items, r, chars=700):
         name, text = r.choice(items)
         text = _cut(_flat(text), chars)
-        return r.choice([f"What is {name}?", f"Explain {name} to a beginner.", f"What is {name} used for?", f"Rewrite this in simpler words: {text}", f"Shorten this text: {text}",
-                         f"{text}\n\nWhat is this text about?", f"Give three key points of the following text.\n\n{text}", f"When should I use {name}?"])
+        return r.choice(
+            [
+                f"What is {name}?",
+                f"Explain {name} to a beginner.",
+                f"What is {name} used for?",
+                f"Rewrite this in simpler words: {text}",
+                f"Shorten this text: {text}",
+                f"{text}\n\nWhat is this text about?",
+                f"Give three key points of the following text.\n\n{text}",
+                f"When should I use {name}?",
+            ]
+        )
 
     def summary(r):
         if r.random() < 0.5:
-            text = " ".join(_report(r, w) for _ in range(r.choice([1, 1, 2, 3])))
+            text = " ".join(templates.report(r, w) for _ in range(r.choice([1, 1, 2, 3])))
         else:
             text = " ".join(_cut(t, 1600) for t in r.sample(long, r.choice([1, 1, 1, 2])))
-        return r.choice(["Summarize: ", "Summarize: ", "Summarize: ", "Summarize the following text in two sentences: ", "Write a short summary of this: "]) + _cut(text, 3200)
+        return r.choice(
+            [
+                "Summarize: ",
+                "Summarize: ",
+                "Summarize: ",
+                "Summarize the following text in two sentences: ",
+                "Write a short summary of this: ",
+            ]
+        ) + _cut(text, 3200)
 
     def std(r):
         sig, doc = r.choice(stdlib)
         body = "\n    ".join(doc.split("\n"))
-        return r.choice([f"Complete the code I provided.\n\n{sig}\n    \"\"\"{body}\n    \"\"\"\n", f"Complete the code I provided.\n{sig}\n    \"\"\"\n    {body}\n    \"\"\"\n",
-                         f"Write a Python function with this signature and docstring:\n{sig}\n{doc}", f"What does this Python function do?\n{sig}\n{doc}"])
+        return r.choice(
+            [
+                f'Complete the code I provided.\n\n{sig}\n    """{body}\n    """\n',
+                f'Complete the code I provided.\n{sig}\n    """\n    {body}\n    """\n',
+                f"Write a Python function with this signature and docstring:\n{sig}\n{doc}",
+                f"What does this Python function do?\n{sig}\n{doc}",
+            ]
+        )
 
     def cookie(r):
         c = r.choice(cookies)
-        return r.choice([f"What does this quote mean? {c}", f"Explain the joke: {c}", f"Rewrite in modern English: {c}", f"Continue this text: {c}", f"Who might have said this, and why? {c}"])
+        return r.choice(
+            [
+                f"What does this quote mean? {c}",
+                f"Explain the joke: {c}",
+                f"Rewrite in modern English: {c}",
+                f"Continue this text: {c}",
+                f"Who might have said this, and why? {c}",
+            ]
+        )
 
-    return dict(wordnet=wordnet, people_places=people_places, foldoc=lambda r: entry(foldoc, r), jargon=lambda r: entry(jargon, r),
-                manual=lambda r: entry(manual, r), packages=lambda r: entry(packages, r), fortunes=cookie, stdlib=std, summary=summary,
-                chat=lambda r: _chat(r, w), instruct=lambda r: _instruct(r, w), math=lambda r: _math(r, w), code=lambda r: _code(r, w),
-                structured=lambda r: _structured(r, w))
+    return dict(
+        wordnet=wordnet,
+        people_places=people_places,
+        foldoc=lambda r: entry(foldoc, r),
+        jargon=lambda r: entry(jargon, r),
+        manual=lambda r: entry(manual, r),
+        packages=lambda r: entry(packages, r),
+        fortunes=cookie,
+        stdlib=std,
+        summary=summary,
+        chat=lambda r: templates.chat(r, w),
+        instruct=lambda r: templates.instruct(r, w),
+        math=lambda r: templates.math(r, w),
+        code=lambda r: templates.code(r, w),
+        structured=lambda r: templates.structured(r, w),
+    )
 
 
 def keep_tokens(tokenizer: str) -> list[int]:
-    """Ids that every draft vocabulary keeps: eos, single ASCII characters (digits among them) and runs of white space."""
+    """Ids that every draft vocabulary keeps: eos, single ASCII characters (digits among them) and runs of white
+    space."""
     from ..models.tokenizer import load_tokenizer
 
     tok = load_tokenizer(tokenizer)
@@ -391,12 +320,16 @@ def keep_tokens(tokenizer: str) -> list[int]:
 def shingles(text: str, n: int = 10) -> set[int]:
     """Hashes of every run of ``n`` words."""
     words = re.findall(r"\w+", text.lower())
-    return {zlib.crc32(" ".join(words[i:i + n]).encode()) for i in range(len(words) - n + 1)}
+    return {zlib.crc32(" ".join(words[i : i + n]).encode()) for i in range(len(words) - n + 1)}
 
 
 def _turns(paths: list[str]) -> list[tuple[str, list[str]]]:
     """(file stem, user turns) of every line of the evaluation files (``turns`` key, as in MT-bench and Spec-Bench)."""
-    return [(os.path.splitext(os.path.basename(p))[0], json.loads(line)["turns"]) for p in paths for line in open(p, encoding="utf-8")]
+    return [
+        (os.path.splitext(os.path.basename(p))[0], json.loads(line)["turns"])
+        for p in paths
+        for line in open(p, encoding="utf-8")
+    ]
 
 
 class ChatText:
@@ -419,15 +352,26 @@ class ChatText:
         end = next((i for i in range(len(head), len(ids)) if ids[i] in self.tok.eos_ids), None)
         if ids[: len(head)] != head or end is None:
             raise ValueError(
-                "prompts: the chat template must end a reply with eos and keep earlier turns as they were; got one that "
+                "prompts: the chat template must end a reply with eos and keep earlier turns as they were; got one "
+                "that "
                 "does not. Fix: train on single turns (follow=0)"
             )
         return ids[end + 1 :]
 
 
-def build(folder: str, tokenizer: str, out: str, limit: int, seed: int, exclude: list[str], max_tokens: int = 256,
-          max_summary: int = 860, follow: float = 0.35) -> None:
-    """Draw distinct prompts per source in the proportions of ``SHARE``, a share ``follow`` with a second turn, 1 % held out."""
+def build(
+    folder: str,
+    tokenizer: str,
+    out: str,
+    limit: int,
+    seed: int,
+    exclude: list[str],
+    max_tokens: int = 256,
+    max_summary: int = 860,
+    follow: float = 0.35,
+) -> None:
+    """Draw distinct prompts per source in the proportions of ``SHARE``, a share ``follow`` with a second turn, 1 %
+    held out."""
     banned = {h for _, turns in _turns(exclude) for t in turns for h in shingles(t)}
     whole = {_flat(t).lower() for _, turns in _turns(exclude) for t in turns}
     chat, makers, scale = ChatText(tokenizer), seeds(folder), limit / sum(SHARE.values())
@@ -446,16 +390,19 @@ def build(folder: str, tokenizer: str, out: str, limit: int, seed: int, exclude:
             if len(texts) >= share * scale * 1.15:
                 break
         cap = max_summary if name == "summary" else max_tokens
-        ids = [x for x in map(chat.first, texts) if len(x) <= cap][:round(share * scale)]
+        ids = [x for x in map(chat.first, texts) if len(x) <= cap][: round(share * scale)]
         first += ids
-        second += [chat.second(r.choice(FOLLOW)) if r.random() < follow else [] for _ in ids]
+        second += [chat.second(r.choice(templates.FOLLOW)) if r.random() < follow else [] for _ in ids]
         source += [s] * len(ids)
         mark = np.zeros(len(ids), bool)
         mark[r.sample(range(len(ids)), max(1, round(0.01 * len(ids))))] = True
         held += mark.tolist()
         print(f"prompts: {name:14s} {len(ids)} prompts, mean {np.mean([len(x) for x in ids]):.0f} tokens", flush=True)
     Prompts(Ragged.of(first), Ragged.of(second), np.array(source, np.int16), np.array(held), list(SHARE)).save(out)
-    print(f"prompts: {len(first)} in all, {sum(map(len, first))} tokens; {dropped} dropped because they overlap with evaluation prompts")
+    print(
+        f"prompts: {len(first)} in all, {sum(map(len, first))} tokens; {dropped} dropped because they overlap with "
+        f"evaluation prompts"
+    )
 
 
 def from_jsonl(paths: list[str], tokenizer: str, out: str, limit: int = 0, max_tokens: int = 2048) -> None:
@@ -467,6 +414,11 @@ def from_jsonl(paths: list[str], tokenizer: str, out: str, limit: int = 0, max_t
     ids = [chat.first(t[0]) for _, t in rows]
     second = [chat.second(t[1]) if len(t) > 1 else [] for _, t in rows]
     keep = [i for i in range(len(rows)) if len(ids[i]) <= max_tokens]
-    Prompts(Ragged.of([ids[i] for i in keep]), Ragged.of([second[i] for i in keep]), np.array([names.index(rows[i][0]) for i in keep], np.int16),
-            np.ones(len(keep), bool), names).save(out)
+    Prompts(
+        Ragged.of([ids[i] for i in keep]),
+        Ragged.of([second[i] for i in keep]),
+        np.array([names.index(rows[i][0]) for i in keep], np.int16),
+        np.ones(len(keep), bool),
+        names,
+    ).save(out)
     print(f"evalset: {len(keep)} prompts of {names}")

@@ -118,7 +118,8 @@ def build_tree(pool_scores, pool_tokens, pool_parents, root_tokens, prefix_len, 
 def split_schedule(kv_lens: list, target: int = TARGET_UNITS) -> list:
     """[chunk tokens, total units, unit prefix sums]: a unit is one (request, chunk of its KV, tree columns included).
 
-    chunk: the smallest multiple of 64, at least 256, that gives at most max(target, non-empty requests) units.
+    chunk: the smallest multiple of 64, at least 256, that gives at most max(target, non-empty requests) units (more
+    than `target` non-empty requests: one unit each).
     """
     limit = max(target, sum(n > 0 for n in kv_lens))
     chunks = range(MIN_CHUNK, max(kv_lens, default=0) + MIN_CHUNK + CHUNK_STEP, CHUNK_STEP)

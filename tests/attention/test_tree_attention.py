@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cases import attention_case, cumulative, mask_words, randint
-from conftest import run_op
+from conftest import run_op, need_kernel
 from fastverify.attention.tree_attention import tree_attention
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -281,6 +281,7 @@ def test_a_smaller_batch_in_the_same_buffers(backend, rng):
 
 def test_cache_beyond_2_to_the_31_elements(backend):
     """Address arithmetic is 64-bit: the last page of a pool of 2^31 + 2^16 elements (reserved, hardly touched)."""
+    need_kernel(backend, "tree_attention")
     rng = torch.Generator().manual_seed(1)
     device = "cuda" if backend == "cuda" else "cpu"
     pool = torch.empty(2**31 + 2**16, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).view(-1, 16, 1, 64)

@@ -94,6 +94,11 @@ def test_subnormal_halves(backend):
     assert check(backend, x, 3)["tokens"].tolist() == [[0, 1, 999]]
 
 
+def test_every_half_against_its_neighbour(backend):
+    bits = torch.arange(-(2**15), 2**15 - 1, dtype=torch.int32)
+    check(backend, torch.stack([bits, bits + 1], 1).to(torch.int16).view(torch.float16), 2)
+
+
 def test_rows_are_independent_and_repeatable(backend, rng):
     x = torch.randn(33, 9000, generator=rng)
     whole = run_op(backend, "draft_topk", logits=x, **outputs(33, 10))
