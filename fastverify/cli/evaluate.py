@@ -15,7 +15,7 @@ def add_parser(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("evaluate", help="run prompt files and report accept lengths", description=text)
     parser.add_argument("--prompts", nargs="+", metavar="FILE", help="default: the 30 prompts that ship with the package")
     parser.add_argument("--tree", default="auto", metavar="SHAPE,...", help="shapes to run, comma separated (default: auto)")
-    parser.add_argument("--limit", type=int, metavar="N", help="the first N prompts of each file")
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N prompts of each file (or category)")
     parser.add_argument("--by-category", action="store_true", help="one row per category of each file")
     parser.add_argument("--compare-plain", action="store_true",
                         help="also run plain decoding: speed, equality, first differences")

@@ -33,6 +33,7 @@ class Row:
     stats        of all its runs together; plain: the same prompts without speculation, or None
     distinct     mean distinct-4-gram ratio of the texts
     differences  [(prompt id, Difference)] against plain decoding
+    auto         of tree "auto": expected accept length and break-even of each shape at the end (report.considered)
     """
 
     name: str
@@ -42,6 +43,7 @@ class Row:
     distinct: float
     plain: Optional[Stats] = None
     differences: list = field(default_factory=list)
+    auto: dict = field(default_factory=dict)
 
     @property
     def depth_1(self) -> float:
@@ -55,7 +57,8 @@ class Row:
 
     def as_dict(self) -> dict:
         out = dict(set=self.name, tree=self.tree, prompts=self.prompts, depth_1=self.depth_1,
-                   distinct_4gram_ratio=self.distinct, ms_per_step=report.ms_per_step(self.stats), **self.stats.as_dict())
+                   distinct_4gram_ratio=self.distinct, ms_per_step=report.ms_per_step(self.stats), auto=self.auto,
+                   **self.stats.as_dict())
         if self.plain:
             out |= dict(plain=self.plain.as_dict(), speedup=self.speedup, equal=self.prompts - len(self.differences),
                         differences=[dict(id=i, **d.as_dict()) for i, d in self.differences],
@@ -101,7 +104,10 @@ def evaluate(session: Session, name: str, items: list, settings: Settings, on_ba
             runs[tree].append(result.stats)
             texts[tree] += result.tokens
         on_batch(len(group))
-    return [_row(session, name, items, tree, runs, texts, settings) for tree in settings.trees]
+    rows = [_row(session, name, items, tree, runs, texts, settings) for tree in settings.trees]
+    for row in rows:
+        row.auto = report.considered(decoders[row.tree].controller(min(settings.batch, len(items))))
+    return rows
 
 
 def _row(session: Session, name: str, items: list, tree: str, runs: dict, texts: dict, settings: Settings) -> Row:

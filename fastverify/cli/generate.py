@@ -126,11 +126,12 @@ class _Job:
         result = self._stream(decoder)
         tokens, stats = result.tokens[0], result.stats
         if self.args.json:
-            self.out.json(self._head(tree) | report.run_dict(stats, tokens, self._text(tokens), result.finish[0]))
+            self.out.json(self._head(tree) | report.run_dict(stats, tokens, self._text(tokens), result.finish[0]) | dict(
+                auto=report.considered(decoder.controller(1))))
             return 0
         self.out.note(report.summary(stats, len(self.ids)))
-        if stats.controller:
-            self.out.note(f"auto: {stats.controller}")
+        if decoder.controller(1):
+            self.out.note(report.auto_line(stats, decoder.controller(1)))
         return 0
 
     def compare(self, tree: str) -> int:
@@ -152,12 +153,12 @@ class _Job:
                 plain=report.run_dict(plain.stats, a, self._text(a), plain.finish[0]),
                 speculative=report.run_dict(spec.stats, b, self._text(b), spec.finish[0]), equal=difference is None,
                 first_difference=difference and difference.as_dict(), speedup=report.speedup(plain.stats, spec.stats),
-                verdict=verdict))
+                verdict=verdict, auto=report.considered(spec_decoder.controller(1))))
             return 0
         self.out.line()
         self.out.table(["", "plain", tree], report.compare_rows(plain.stats, spec.stats, a, b))
-        if spec.stats.controller:
-            self.out.line(f"auto: {report.shapes_used(spec.stats)}; {spec.stats.controller}")
+        if spec_decoder.controller(1):
+            self.out.line(report.auto_line(spec.stats, spec_decoder.controller(1)))
         equal = f"are equal ({len(a)} tokens)" if difference is None else f"differ: {difference}"
         self.out.line(f"the two texts {equal}")
         gain = (report.speedup(plain.stats, spec.stats) or 1.0) - 1

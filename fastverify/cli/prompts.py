@@ -34,15 +34,15 @@ def read_prompts(path: "str | Path") -> list:
 
 
 def read_sets(files: "list | None", limit: Optional[int] = None, by_category: bool = False) -> dict:
-    """{file stem, or stem/category: its prompts}; files None: our own. limit: the first prompts of each file."""
+    """{file stem, or stem/category: its prompts}; files None: our own. limit: prompts of each of these sets."""
     sets: dict = {}
     for file in files or [OWN]:
-        stem, prompts = Path(file).stem, read_prompts(file)[:limit]
+        stem, prompts = Path(file).stem, read_prompts(file)
         if any(name.split("/")[0] == stem for name in sets):
             raise ValueError(f"evaluate: prompt files must have different names; got {stem} twice. Fix: rename one.")
         for p in prompts:
             sets.setdefault(f"{stem}/{p.category or '-'}" if by_category else stem, []).append(p)
-    return sets
+    return {name: prompts[:limit] for name, prompts in sets.items()}
 
 
 def need_tokenizer(sets: dict) -> bool:

@@ -76,6 +76,18 @@ def shapes_used(stats: Stats) -> str:
     return ", ".join(f"{name} x {n}" for name, n in stats.steps.most_common())
 
 
+def considered(controller) -> dict:
+    """{shape: {"tau": expected accept length, "break_even": ...}} of the speculative shapes --tree auto chose from."""
+    shapes = [s for s in controller.shapes if s.speculative] if controller else []
+    return {s.name: dict(tau=controller.tau(s), break_even=controller.break_even(s)) for s in shapes}
+
+
+def auto_line(stats: Stats, controller) -> str:
+    """What --tree auto ran, and why: expected accept length against break-even of each shape."""
+    shapes = ", ".join(f"{name} {x['tau']:.2f}/{x['break_even']:.2f}" for name, x in considered(controller).items())
+    return f"auto: {shapes_used(stats) or 'no decode step'}; expected tau/break-even: {shapes}"
+
+
 def summary(stats: Stats, prompt_tokens: int) -> str:
     """One line about a single run."""
     text = (f"{stats.emitted} tokens after a prompt of {prompt_tokens}: {stats.tokens_per_second:.1f} tok/s, "

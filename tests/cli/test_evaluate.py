@@ -13,6 +13,7 @@ from fastverify import Decoder, SamplingParams, load_draft, load_target, load_to
 from fastverify.cli import report
 from fastverify.cli.difference import first_difference, last_logits
 from fastverify.cli.prompts import OWN, read_prompts
+from fastverify.eagle3.shapes import Controller, parse_shape
 from fastverify.eagle3.stats import Stats
 from fastverify.reference.noise import gumbel
 
@@ -44,7 +45,7 @@ def test_rows_hold_the_decoders_numbers(cli, pair, file):
     assert code == 0 and [r["tree"] for r in data["rows"]] == ["chain-2", "tree-8"] and data["batch"] == 1
     for row in data["rows"]:
         runs = [Decoder(target, draft, tree=row["tree"]).generate([ids], 30, stop_ids=[]).stats for ids in PROMPTS]
-        assert row["set"] == "ids" and row["prompts"] == 5 and row["emitted"] == 150
+        assert row["set"] == "ids" and row["prompts"] == 5 and row["emitted"] == 150 and row["auto"] == {}
         for name in ("rounds", "accepted", "drafted"):
             assert row[name] == sum(getattr(r, name) for r in runs) > 0
         assert row["tau"] == pytest.approx(1 + row["accepted"] / row["rounds"])
@@ -69,11 +70,11 @@ def test_compare_plain_in_batches(cli, file, flags, draft):
 
 def test_written_file_categories_and_limit(cli, file, tmp_path):
     result = tmp_path / "out.json"
-    code, out, err = cli("evaluate", *PAIR, "--prompts", file, "--by-category", "--limit", "3", "--tree", "chain-2",
+    code, out, err = cli("evaluate", *PAIR, "--prompts", file, "--by-category", "--limit", "2", "--tree", "chain-2",
                          "--max-new-tokens", "8", "--json", result, "--compare-plain")
     data = json.loads(result.read_text())
     assert code == 0 and f"written: {result}" in err and "tok/s" in out
-    assert [(r["set"], r["prompts"]) for r in data["rows"]] == [("ids/a", 2), ("ids/b", 1)]
+    assert [(r["set"], r["prompts"]) for r in data["rows"]] == [("ids/a", 2), ("ids/b", 2)]
     row = data["rows"][0]
     assert row["equal"] == 2 and row["differences"] == [] and row["plain"]["steps"].keys() == {"off"} and row["verdict"]
     assert data["environment"]["command"].startswith("fastverify ") and data["environment"]["device"]
@@ -271,6 +272,16 @@ def test_merge_adds_up():
     assert total.at_depth == [3, 1] and total.offered == [3, 2] and total.steps == {"chain-3": 4} and total.ms["draft"] == 3.0
     assert total.controller == "why" and total.tau == 9 / 4 and total.per_depth()[1] == (2, 1 / 3, 1 / 3)
     assert runs[0].at_depth == [2, 1], "the runs are left alone"
+
+
+def test_auto_line_says_why():
+    shapes = tuple(parse_shape(s) for s in ("off", "chain-2", "tree-8"))
+    controller = Controller(shapes, {"off": 10.0, "chain-2": 25.0, "tree-8": 40.0})
+    controller.accepted["chain-2"] = [0.75, 100]
+    assert report.considered(controller)["chain-2"] == {"tau": 1.75, "break_even": 2.5}
+    line = report.auto_line(stats(101, 100, 1000.0), controller)
+    assert re.fullmatch(r"auto: off x 100; expected tau/break-even: chain-2 1\.75/2\.50, tree-8 \d\.\d\d/4\.00", line)
+    assert report.considered(None) == {}
 
 
 def test_plain_table_aligns():

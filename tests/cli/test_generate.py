@@ -36,7 +36,8 @@ def test_prints_the_tokens_of_the_decoder(cli, pair, tree):
     code, out, err = cli("generate", *PAIR, *IDS, "--tree", tree, "--max-new-tokens", "24")
     assert code == 0 and out == " ".join(map(str, expected(pair))) + "\n"
     assert re.search(r"\d+ tokens after a prompt of 3: [\d.]+ tok/s, [\d.]+ ms per step", err)
-    assert ("auto: " in err) == (tree == "auto")
+    auto = r"^auto: .*; expected tau/break-even: chain-2 [\d.]+/[\d.]+, chain-3 .*, tree-8 .*, tree-20 [\d.]+/[\d.]+$"
+    assert bool(re.search(auto, err, re.M)) == (tree == "auto")
 
 
 @pytest.mark.parametrize("draft", ["ngram", "none"])
