@@ -13,6 +13,7 @@ from cli_run import PAIR, Terminal, piped
 from fastverify import _ops
 from fastverify.cli import check, check_cases
 from fastverify.models import demo
+from cli_fixtures import chatty, cli  # noqa: F401
 
 PRIVATE = {"state"}  # outputs whose meaning is a back end's own
 

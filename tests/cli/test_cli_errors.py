@@ -10,6 +10,7 @@ import torch
 from cli_run import GOLDEN, IDS, PAIR, environment, piped
 
 import fastverify
+from cli_fixtures import chatty, cli  # noqa: F401
 
 TARGET, DRAFT = PAIR[1], PAIR[3]
 

@@ -16,6 +16,7 @@ from fastverify.cli.prompts import OWN, read_prompts
 from fastverify.eagle3.shapes import Controller, parse_shape
 from fastverify.eagle3.stats import Stats
 from fastverify.reference.noise import gumbel
+from cli_fixtures import chatty, cli  # noqa: F401
 
 PROMPTS = [[3, 4, 5], [9, 8], [9, 8, 7, 100], [50, 60, 70], [11]]
 

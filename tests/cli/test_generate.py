@@ -12,6 +12,7 @@ import torch
 from cli_run import COMMAND, GOLDEN, IDS, PAIR, Terminal, environment, piped
 
 from fastverify import Decoder, NgramDrafter, SamplingParams, load_draft, load_target, load_tokenizer
+from cli_fixtures import chatty, cli  # noqa: F401
 
 DRAFT = str(GOLDEN / "draft")
 ESCAPE = "\x1b"

@@ -1,4 +1,4 @@
-"""Fixtures of the command-line tests."""
+"""Fixtures of the command-line tests; imported by name, since a second conftest would hide the first."""
 
 import json
 import shutil
