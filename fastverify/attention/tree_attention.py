@@ -1,17 +1,10 @@
 """tree_attention: the rows of each request's token tree against its paged prefix and their ancestors."""
 
-from functools import cache
 from typing import Optional
 
 import torch
 
 from .. import _ops
-
-
-@cache
-def _op(device: torch.device):
-    _ops.require_kernel("tree_attention", device)
-    return _ops.get("tree_attention")
 
 
 def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cu_nodes: torch.Tensor,
@@ -43,6 +36,7 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _op(q.device)(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, schedule, sinks, k_scale, v_scale, out,
-                  lse, workspace, row_base, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
+    _ops.require_kernel("tree_attention", q.device)
+    _ops.get("tree_attention")(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, schedule, sinks, k_scale, v_scale, out,
+                               lse, workspace, row_base, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
     return out
