@@ -1,5 +1,6 @@
 """What an install, a load or a build says when something is missing: one sentence, with what to do."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -107,11 +108,9 @@ def test_old_torch_is_refused_with_both_versions(tmp_path):
 def test_no_torch_at_all(tmp_path):
     """An interpreter environment of its own, as pip's isolated build on a machine without torch."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
-    import setuptools
-
+    site = Path(importlib.util.find_spec("setuptools").origin).parents[1]
     links = tmp_path / "links"
     links.mkdir()
-    site = Path(setuptools.__file__).parents[1]
     for source in (*site.glob("setuptools*"), site / "_distutils_hack"):
         (links / source.name).symlink_to(source)
     done = subprocess.run([str(tmp_path / "venv/bin/python"), "-s", str(ROOT / "setup.py"), "-q", "build_ext"], cwd=ROOT,
