@@ -22,5 +22,6 @@ start=$SECONDS
 "$python" -m pip --disable-pip-version-check install -q "$(echo "$work"/fastverify-*.whl)[dev]"
 touch "$work"/venv/.{torch,installed,dev}  # what make looks at: `make sanitize VENV=build/test/venv` may use it
 echo "install: $((SECONDS - start)) s"
+"$work/venv/bin/fastverify" fetch-demo || echo "The demo model could not be fetched: the tests that need it are skipped."
 # shellcheck disable=SC2086
 exec bash .ci/run_tests.sh "$python" "$work/source" "$work/run" tests ${PYTEST_ARGS:-}

@@ -108,9 +108,9 @@ def test_old_torch_is_refused_with_both_versions(tmp_path):
 def test_no_torch_at_all(tmp_path):
     """An interpreter environment of its own, as pip's isolated build on a machine without torch."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    site = Path(importlib.util.find_spec("setuptools").origin).parents[1]
     links = tmp_path / "links"
     links.mkdir()
-    site = Path(importlib.util.find_spec("setuptools").origin).parents[1]  # not imported: it would replace distutils here
     for source in (*site.glob("setuptools*"), site / "_distutils_hack"):
         (links / source.name).symlink_to(source)
     done = subprocess.run([str(tmp_path / "venv/bin/python"), "-s", str(ROOT / "setup.py"), "-q", "build_ext"], cwd=ROOT,

@@ -6,9 +6,10 @@ CheckedRun takes the place of decode._Run (fixture `checked`): it asserts, it ne
 import functools
 from pathlib import Path
 
+import pytest
 import torch
 
-from fastverify import Decoder, SamplingParams, load_draft, load_target
+from fastverify import Decoder, NgramDrafter, SamplingParams, load_draft, load_target
 from fastverify.accept.verify_tree import Sampling
 from fastverify.eagle3 import decode
 from fastverify.models.batch import ForwardBatch
@@ -25,6 +26,22 @@ def golden() -> tuple:
     """(target, draft), loaded once; tests that patch them must undo it."""
     target = load_target(DATA / "target")
     return target, load_draft(DATA / "draft", target)
+
+
+def decoder(shape: str, **kw) -> Decoder:
+    """"off", a shape name or "auto" with the EAGLE-3 draft; "ngram" (auto) or "ngram SHAPE" with the n-gram drafter."""
+    target, draft = golden()
+    if shape.startswith("ngram"):
+        return Decoder(target, NgramDrafter(), tree=shape.removeprefix("ngram").strip() or "auto", **kw)
+    return Decoder(target, None if shape == "off" else draft, tree=shape, **kw)
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Every run of the test is a CheckedRun; returns the list of runs made."""
+    monkeypatch.setattr(decode, "_Run", CheckedRun)
+    monkeypatch.setattr(CheckedRun, "made", [])
+    return CheckedRun.made
 
 
 def plain_text(prompts: list, max_new: int, sampling: SamplingParams = SamplingParams(), stop_ids: tuple = ()) -> tuple:
@@ -164,7 +181,8 @@ def rows_of(cache, page_table: torch.Tensor, b: int, count: int) -> torch.Tensor
 def fresh_prefill(text: list, tree: str = "tree-8", chunk: int = 512, page_size: int = 16, rounds: int = 0):
     """A run that has prefilled `text` from nothing (which emits one token) and gone on for `rounds` rounds."""
     target, draft = golden()
-    run = decode._Run(Decoder(target, draft, tree=tree, prefill_chunk=chunk, page_size=page_size), [text], 32, SamplingParams(), [])
+    d = Decoder(target, draft, tree=tree, prefill_chunk=chunk, page_size=page_size)
+    run = decode._Run(d, [text], 32, SamplingParams(), [])
     for _ in run.spans(limit=rounds):
         pass
     return run
@@ -197,10 +215,11 @@ def margin_at(text: list, seed: int, p: SamplingParams, emitted: list) -> float:
         bias[:, token] = value
     counts = torch.bincount(torch.tensor(emitted, dtype=torch.int64), minlength=VOCAB).int()[None]
     s = Sampling.make(1, "cpu", p.temperature, p.top_k, p.top_p, p.min_p, seed)
+    zero = torch.zeros(1, dtype=torch.int64)
+    penalties = torch.tensor([[p.repetition_penalty, p.frequency_penalty, p.presence_penalty]])
     return verify_margin(
-        target.logits(hidden[-1:]), torch.zeros(1, dtype=torch.int64), i32(-1), i32(0, 1), i32(n - 1), i32(1), i32(9), None, *s,
-        bias, None, torch.tensor([[p.repetition_penalty, p.frequency_penalty, p.presence_penalty]]), counts,
-        torch.zeros(1, 1, dtype=torch.int64), i32(0), i32(0)[None], torch.zeros(1, dtype=torch.int64), i32(0), None, None, VOCAB, 1)[0]
+        target.logits(hidden[-1:]), zero, i32(-1), i32(0, 1), i32(n - 1), i32(1), i32(9), None, *s, bias, None, penalties, counts,
+        zero[None].clone(), i32(0), i32(0)[None], zero.clone(), i32(0), None, None, VOCAB, 1)[0]
 
 
 def assert_same_text(prompts: list, got: list, want: list, p: SamplingParams = SamplingParams(), seeds: list = None) -> None:

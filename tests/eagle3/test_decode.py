@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fastverify import Decoder, NgramDrafter, SamplingParams
-from fastverify.eagle3 import decode
-from loop_checks import PROMPTS, SHAPES, VOCAB, CheckedRun, assert_same_text, check_caches, fresh_prefill, golden, plain_text, rows_of
+from fastverify import Decoder, SamplingParams, load_draft, load_target
+from loop_checks import (  # noqa: F401
+    DATA, PROMPTS, SHAPES, VOCAB, assert_same_text, check_caches, checked, decoder, fresh_prefill, golden, plain_text, rows_of)
 
 SAMPLINGS = {
     "greedy": SamplingParams(),
@@ -15,21 +15,6 @@ SAMPLINGS = {
                                  presence_penalty=0.3, bias={5: 1.5, 77: -2.0}),
     "greedy with processors": SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.5, bias={9: 2.0}),
 }
-
-
-@pytest.fixture
-def checked(monkeypatch):
-    """Every run of the test is a CheckedRun; returns the list of runs made."""
-    monkeypatch.setattr(decode, "_Run", CheckedRun)
-    monkeypatch.setattr(CheckedRun, "made", [])
-    return CheckedRun.made
-
-
-def decoder(shape: str, **kw) -> Decoder:
-    target, draft = golden()
-    if shape.startswith("ngram"):
-        return Decoder(target, NgramDrafter(), tree=shape.removeprefix("ngram ").removeprefix("ngram") or "auto", **kw)
-    return Decoder(target, None if shape == "off" else draft, tree=shape, **kw)
 
 
 def run(shape: str, prompts: list = PROMPTS, max_new: int = 40, p: SamplingParams = SamplingParams(), stop_ids: tuple = (), **kw):
@@ -50,6 +35,30 @@ def test_speculation_emits_the_plain_text(checked, plain, shape, name):
     assert result.finish == ["length"] * 4 and all(len(t) == 40 for t in result.tokens)
     if shape in SHAPES:
         assert result.stats.accepted > 0 and result.stats.tau > 1.2
+
+
+def test_the_comparison_itself_sees_one_wrong_token(plain):
+    """Texts may differ at a tie only; no position of these texts is one."""
+    for name, b in (("greedy", 0), ("filters", 2), ("processors", 3)):
+        for i in (0, 7, 39):
+            wrong = [list(t) for t in plain[name]]
+            wrong[b][i] = (wrong[b][i] + 1) % VOCAB
+            with pytest.raises(AssertionError, match=f"request {b}, token {i}: .*margin"):
+                assert_same_text(PROMPTS, wrong, plain[name], SAMPLINGS[name])
+    with pytest.raises(AssertionError, match="one text is longer"):
+        assert_same_text(PROMPTS, [t[:-1] for t in plain["greedy"]], plain["greedy"])
+
+
+@pytest.mark.parametrize("target_dtype,draft_dtype", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16),
+                                                      (torch.float16, torch.float16)])
+def test_other_dtypes(checked, target_dtype, draft_dtype):
+    """Features cross from the target's dtype to the draft's; the invariants hold and drafts are accepted."""
+    target = load_target(DATA / "target", dtype=target_dtype)
+    draft = load_draft(DATA / "draft", target, dtype=draft_dtype)
+    result = Decoder(target, draft, tree="tree-20").generate(PROMPTS, 24, stop_ids=[])
+    assert [len(t) for t in result.tokens] == [24] * 4 and result.stats.tau > 1.8
+    if target_dtype == torch.float32:
+        assert_same_text(PROMPTS, result.tokens, plain_text(PROMPTS, 24)[0])
 
 
 @pytest.mark.parametrize("shape", ["chain-3", "tree-20"])

@@ -6,26 +6,11 @@ import pytest
 import torch
 
 from fastverify import Decoder, NgramDrafter, SamplingParams
-from fastverify.eagle3 import decode
 from fastverify.eagle3.shapes import OFF, parse_shape
-from loop_checks import PROMPTS, SHAPES, VOCAB, CheckedRun, assert_same_text, check_caches, golden, plain_text
+from loop_checks import (  # noqa: F401
+    PROMPTS, VOCAB, CheckedRun, assert_same_text, check_caches, checked, decoder, golden, plain_text)
 
 NAN = float("nan")
-
-
-@pytest.fixture
-def checked(monkeypatch):
-    """Every run of the test is a CheckedRun; returns the list of runs made."""
-    monkeypatch.setattr(decode, "_Run", CheckedRun)
-    monkeypatch.setattr(CheckedRun, "made", [])
-    return CheckedRun.made
-
-
-def decoder(shape: str, **kw) -> Decoder:
-    target, draft = golden()
-    if shape.startswith("ngram"):
-        return Decoder(target, NgramDrafter(), tree=shape.removeprefix("ngram "), **kw)
-    return Decoder(target, None if shape == "off" else draft, tree=shape, **kw)
 
 
 class Script:
@@ -212,7 +197,8 @@ def test_nothing_stale_is_read(checked, monkeypatch, shape):
     """NaN in every KV slot that is not committed, in every padding row that leaves a forward and in every reused buffer:
     the same trees and the same text."""
     target, draft = golden()
-    p, stops = SamplingParams(temperature=0.8, seed=6), plain_text(PROMPTS, 40, SamplingParams(temperature=0.8, seed=6))[0][2][5:6]
+    p = SamplingParams(temperature=0.8, seed=6)
+    stops = plain_text(PROMPTS, 40, p)[0][2][5:6]
 
     def scripted() -> Decoder:
         d = decoder(shape)
