@@ -105,16 +105,15 @@ class Decoder:
 
     # ---- buffers and calibration ---------------------------------------------------------------------------
 
-    def plan(self, batch: int, shape: Shape) -> tuple:
-        """(VerifyPlan, GrowBuffers or None) of a shape, made once per (batch, shape)."""
+    def plan(self, batch: int, shape: Shape) -> VerifyPlan:
+        """The buffers of a shape, made once per (batch, shape)."""
         key = (batch, shape)
         if key not in self._plans:
             grown = shape.speculative and self.eagle
-            buffers = grow.GrowBuffers.empty(self.draft, batch, shape.k, shape.levels, shape.nodes) if grown else None
-            width = len(self.aux_layers) * self.target.config.hidden_size
             max_path = min(shape.nodes, shape.levels + 1) if grown else shape.nodes
-            self._plans[key] = (VerifyPlan(batch, shape.nodes, max_path, width, self.target.dtype, self.target.device,
-                                           tree=buffers.tree if buffers else None), buffers)
+            self._plans[key] = VerifyPlan(
+                batch, shape.nodes, max_path, len(self.aux_layers) * self.target.config.hidden_size, self.target.dtype,
+                self.target.device, draft=self.draft if grown else None, k=shape.k, levels=shape.levels)
         return self._plans[key]
 
     def controller(self, batch: int) -> Optional[Controller]:
@@ -232,9 +231,9 @@ class _Run:
     def _round(self) -> list:
         """One cycle of the whole batch."""
         req, shape = self.req, self._choose_shape()
-        plan, buffers = self.d.plan(len(self.prompts), shape)
+        plan = self.d.plan(len(self.prompts), shape)
         with self.stats.timer("draft"):
-            self._draft(shape, plan, buffers)                                  # -> plan.tree
+            self._draft(shape, plan)                                  # -> plan.tree
         with self.stats.timer("target"):
             t = plan.tree
             prepare_tree(t.parents, t.cu_nodes, req.prefix_len, req.page_table, self.d.page_size, plan.prepared)
@@ -274,7 +273,7 @@ class _Run:
 
     # ---- drafting ------------------------------------------------------------------------------------------------
 
-    def _draft(self, shape: Shape, plan: VerifyPlan, buffers) -> None:
+    def _draft(self, shape: Shape, plan: VerifyPlan) -> None:
         """Fills plan.tree: the bare root, an n-gram tree, or a tree grown by the EAGLE-3 draft."""
         req, vocab = self.req, self.target.config.vocab_size
         if not shape.speculative:
@@ -286,7 +285,7 @@ class _Run:
             if self.pending.rounds:
                 self._catch_up()
             grow.draft_tree(self.draft, self.draft_cache, self.last_hidden, req.root, req.prefix_len, req.active,
-                            req.page_table, buffers, shape.levels, shape.nodes, vocab)
+                            req.page_table, plan.grow, shape.levels, shape.nodes, vocab)
 
     def _extend(self, plan: VerifyPlan, shape: Shape) -> None:
         """The emitted tokens and the target's features of their rows are the draft's new true pairs."""
@@ -317,7 +316,7 @@ class _Run:
     def _prefill(self) -> list:
         """Every prompt in chunks, one request at a time; its first token comes from the same verify as all others."""
         spans, last = [], []
-        plan, _ = self.d.plan(1, OFF)
+        plan = self.d.plan(1, OFF)
         for b, prompt in enumerate(self.prompts):
             req = self.req.row(b)
             for start in range(0, len(prompt), self.d.prefill_chunk):

@@ -84,8 +84,8 @@ class CheckedRun(decode._Run):
         self._after()
         return spans
 
-    def _draft(self, shape, plan, buffers) -> None:
-        super()._draft(shape, plan, buffers)
+    def _draft(self, shape, plan) -> None:
+        super()._draft(shape, plan)
         if self.d.eagle and shape.speculative:
             assert not self.pending.rounds and torch.equal(self.req.draft_len[self._live()], self.req.prefix_len[self._live()])
         self._check_tree(shape, plan.tree)

@@ -222,14 +222,15 @@ def test_nothing_stale_is_read(checked, monkeypatch, shape):
         return h2
 
     def poisoned_plan(self, batch, shape_):
-        plan, buffers = plan_of(self, batch, shape_)
+        plan = plan_of(self, batch, shape_)
+        buffers = plan.grow
         for t in (plan.aux_out, *(buffers.state if buffers else ()), *(buffers.first + buffers.beam if buffers else ())):
             if t is not None and t.is_floating_point():
                 t.fill_(NAN)
         for t in (plan.out.out_tokens, plan.out.path, plan.out.num_tokens_out, plan.out.next_root, plan.next_tokens):
             t.fill_(VOCAB - 1)
         plan.tree.mask.fill_(-1)
-        return plan, buffers
+        return plan
 
     monkeypatch.setattr(target, "forward", target_forward)
     monkeypatch.setattr(draft, "forward", poisoned_draft)
