@@ -85,6 +85,28 @@ def test_ties_across_shards(backend, rng):
         assert_same(run_op(backend, "verify_tree", **case), run_sharded(backend, case, cuts, True), cuts)
 
 
+@pytest.mark.parametrize("top_k", [0, 1, 2, 39, 40])
+def test_extreme_filters(backend, rng, top_k):
+    """Nothing kept but the maximum, everything but the last entry, every cut at a tie."""
+    for top_p in (0.0, 1e-9, 2.0**-24, 0.5, 1 - 2.0**-24):
+        for min_p in (0.0, 1e-30, 1.0):
+            case = verify_case(rng, batch=4, nodes=4, vocab=40, temperature=1.0)
+            case.update(temperature=torch.tensor([1.0, 1e-30, 1e30, 0.7]), top_k=torch.full((4,), top_k, dtype=torch.int32),
+                        top_p=torch.full((4,), top_p), min_p=torch.full((4,), min_p))
+            case["logits"] = torch.randn(case["logits"].shape, generator=rng)
+            if top_p == 0.5:
+                case["logits"] = case["logits"].round()
+            cuts = boundaries(40, 3, rng)
+            whole = run_op(backend, "verify_tree", **case)
+            assert_same(whole, run_sharded(backend, case, cuts, True), cuts)
+            if top_p < 1e-3 or min_p == 1.0 or top_k == 1:  # only the maximum is left
+                live = case["active"].bool() & (torch.tensor([1, 1, 0, 1]) > 0) & (whole["num_tokens_out"] > 0)
+                row = case["cu_nodes"][:-1].long()
+                best = case["logits"][row].max(1).values
+                got = case["logits"][row].gather(1, whole["out_tokens"][:, :1].clamp(min=0)).squeeze(1)
+                assert torch.equal(got[live], best[live])
+
+
 def test_oracle_pair_agrees(rng):
     """The float64 partials/combine pair is the float64 verify_tree."""
     for _ in range(10):
