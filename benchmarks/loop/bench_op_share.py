@@ -6,6 +6,8 @@ Shares are of the decode steps' wall time, prefill included in neither. The rule
 """
 
 import argparse
+import json
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -47,19 +49,24 @@ def main() -> None:
     parser.add_argument("--tree", default="off,chain-3,tree-20", metavar="SHAPE,...")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--prompt", default="Why is the sky blue? Answer in two sentences.")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the shares to a file")
     parser.add_argument("--token-ids", help="the prompt as token ids (a target without tokenizer)")
     add_model(parser)
     args, out = parser.parse_args(), Output()
     ids = [int(i) for i in args.token_ids.split(",")] if args.token_ids else None
     session = open_session("bench_op_share", args, out, with_tokenizer=ids is None)
     ids = ids or session.encode("bench_op_share", args.prompt)
-    out.line(str(environment(session.device, session.target.dtype)))
+    env, entries = environment(session.device, session.target.dtype), []
+    out.line(str(env))
     for tree in map(check_tree, args.tree.split(",")):
         times, total = shares(session.decoder(tree), ids, args.max_new_tokens)
+        entries.append(dict(tree=tree, step_ms=total, ms={k: v for k, v in times.items() if v > 0.001 * total}))
         above = lambda name, ms: "above" if name.startswith("fastverify::") and ms > LIMIT * total else ""  # noqa: E731
         rows = [[name, f"{ms:.3f}", f"{100 * ms / total:.1f} %", above(name, ms)]
                 for name, ms in sorted(times.items(), key=lambda x: -x[1]) if ms > 0.001 * total]
         out.table(["op", "ms per step", "share", "10 % rule"], rows, title=f"{tree}: {total:.2f} ms per step")
+    if args.json:
+        args.json.write_text(json.dumps(dict(environment=env, rows=entries), indent=1) + "\n")
 
 
 if __name__ == "__main__":

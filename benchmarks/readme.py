@@ -1,0 +1,101 @@
+"""Fills the generated parts of README.md and docs/performance.md from benchmarks/results/*.json.
+
+    python benchmarks/readme.py           rewrite them
+    python benchmarks/readme.py --check   exit 1 if they differ (a test runs this: no number is edited by hand)
+
+Sources: <device>-evaluate-<what>-<date>.json, written by `fastverify evaluate --json`; cpu-op-share-<date>.json, written
+by `python benchmarks/loop/bench_op_share.py --json`.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+FILES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+
+
+def load(kind: str) -> tuple:
+    """(file name, content) of the newest result of a kind, or (None, None)."""
+    found = sorted(RESULTS.glob(f"*-{kind}-*.json"), key=lambda p: p.stem[-10:])
+    return (found[-1].name, json.loads(found[-1].read_text())) if found else (None, None)
+
+
+def where(name: str, data: dict) -> str:
+    e = data["environment"]
+    return (f"{e['device']}, {e['threads']} threads, {e['dtype']}, torch {e['torch']}, {e['date'][:10]}; "
+            f"{data['max_new_tokens']} new tokens, batch {data['batch']}; `{e['command']}`; "
+            f"`benchmarks/results/{name}`")
+
+
+def headline() -> str:
+    name, data = load("evaluate-auto")
+    if data is None:
+        return ""
+    rows = data["rows"]
+    low, high = min(r["speedup"] for r in rows), max(r["speedup"] for r in rows)
+    e = data["environment"]
+    return (f"**{low:.2f}x to {high:.2f}x plain decoding** over {len(rows)} question sets, {sum(r['equal'] for r in rows)} of "
+            f"{sum(r['prompts'] for r in rows)} answers equal token for token: SmolLM2-135M\n"
+            f"with the EAGLE-3 head that ships here, `--tree auto`, {e['device']}, {e['threads']} threads, {e['date'][:10]} (table below).")
+
+
+def table(header: list, rows: list) -> list:
+    return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(r) + " |" for r in rows)]
+
+
+def results() -> str:
+    out = []
+    for kind, title in (("evaluate-auto", "`--tree auto`, greedy: what a user gets"),
+                        ("evaluate-greedy", "Fixed shapes, greedy"), ("evaluate-sampled", "Fixed shapes, temperature 0.8, top-p 0.95, seeded")):
+        name, data = load(kind)
+        if data is None:
+            continue
+        timed = kind == "evaluate-auto"
+        header = ["set", "shape", "tau", "accepted/drafted", "depth 1", "distinct 4-grams", "equal to plain"]
+        rows = [[r["set"], r["tree"], f"{r['tau']:.2f}", f"{r['accepted']}/{r['drafted']}", f"{r['depth_1']:.2f}",
+                 f"{r['distinct_4gram_ratio']:.2f}", f"{r['equal']}/{r['prompts']}"] for r in data["rows"]]
+        if timed:
+            header += ["against plain", "break-even tau"]
+            for cells, r in zip(rows, data["rows"]):
+                cells += [f"{r['speedup']:.2f}x", f"{r['break_even_tau']:.2f}" if r["break_even_tau"] else "-"]
+        out += [f"{title} ({where(name, data)}):", "", *table(header, rows), ""]
+    return "\n".join(out).rstrip()
+
+
+def op_share() -> str:
+    name, data = load("op-share")
+    if data is None:
+        return ""
+    ops = sorted({op for r in data["rows"] for op in r["ms"]}, key=lambda op: -max(r["ms"].get(op, 0) for r in data["rows"]))
+    rows = [[op, *(f"{100 * r['ms'].get(op, 0) / r['step_ms']:.1f} %" for r in data["rows"])] for op in ops]
+    e = data["environment"]
+    return "\n".join([f"{e['device']}, {e['threads']} threads, {e['dtype']}, torch {e['torch']}, {e['date'][:10]}, "
+                      f"`benchmarks/results/{name}`:", "", *table(["share of a step", *(r["tree"] for r in data["rows"])], rows)])
+
+
+PARTS = {"headline": headline, "results": results, "op-share": op_share}
+
+
+def generated(text: str) -> str:
+    """`text` with every part between its markers made anew."""
+    for name, make in PARTS.items():
+        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda m: m[1] + (make() + "\n" if make() else "") + m[2],
+                      text, flags=re.S)
+    return text
+
+
+def main() -> int:
+    stale = [f for f in FILES if generated(f.read_text()) != f.read_text()]
+    if "--check" in sys.argv[1:]:
+        print("\n".join(f"{f.name} differs from benchmarks/results. Fix: python benchmarks/readme.py" for f in stale) or "up to date")
+        return bool(stale)
+    for f in stale:
+        f.write_text(generated(f.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
