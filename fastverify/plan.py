@@ -1,6 +1,6 @@
 """VerifyPlan: the only allocator of step buffers. A step writes into it and allocates nothing of its own."""
 
-from typing import Optional
+from typing import Any
 
 import torch
 
@@ -20,17 +20,24 @@ class VerifyPlan:
     cu_out      int32 [B+1]            prefix sums of num_tokens_out
     next_tokens int32 [B*D + 1]        the emitted tokens, flat by cu_out (the last entry takes what is cut)
     extend      Prepared               positions, slots and schedule of the draft's extend over those rows
+    grow        GrowBuffers or None    what an EAGLE-3 draft phase of beams `k` and `levels` writes; owns the tree then
     no_pool     one dead pool entry per request: build_tree with it gives the bare root (plain decoding)
 
     Creating a plan also runs the probe op once, so that nothing is loaded later inside a graph capture.
     """
 
     def __init__(self, batch: int, nodes: int, max_path: int, aux_width: int = 0, dtype: torch.dtype = torch.float32,
-                 device: "torch.device | str" = "cpu", logprobs: bool = False, tree: Optional[Tree] = None) -> None:
+                 device: "torch.device | str" = "cpu", logprobs: bool = False, draft: Any = None, k: int = 1,
+                 levels: int = 1) -> None:
         self.batch, self.nodes, self.max_path = batch, nodes, max_path
         rows, out_rows = batch * nodes, batch * max_path
         i32 = dict(dtype=torch.int32, device=device)
-        self.tree = tree if tree is not None else Tree.empty(batch, nodes, torch.int32, device)
+        self.grow = None
+        if draft is not None:
+            from .eagle3.grow import GrowBuffers
+
+            self.grow = GrowBuffers.empty(draft, batch, k, levels, nodes)
+        self.tree = self.grow.tree if self.grow else Tree.empty(batch, nodes, torch.int32, device)
         self.prepared = Prepared(slots=torch.full((rows,), -1, dtype=torch.int64, device=device),
                                  schedule=torch.zeros(batch + 3, **i32), flags=torch.zeros(batch, **i32))
         self.out = Verified.empty(batch, max_path, device, logprobs)

@@ -57,15 +57,15 @@ void lm_head_verify_tree_cpu(
         std::vector<int64_t> above;
     };
     std::vector<Item> items;
-    std::vector<int64_t> item_of(rows, -1);
+    std::vector<int64_t> first_item(in.batch);
     for (int64_t b = 0; b < in.batch; ++b) {
+        first_item[b] = static_cast<int64_t>(items.size());
         if (!in.active[b]) continue;
         const NodeRange r = node_range(in.cu_nodes, b, rows);
         const int32_t visitable = tree_is_valid(in.parents + r.begin, r.n) ? r.n : std::min(r.n, 1);
         for (int32_t i = 0; i < visitable; ++i) {
             Item it{b, r.begin + i, {}};
             for (int32_t a = i; a > 0; a = in.parents[r.begin + a]) it.above.push_back(token_ids[r.begin + a]);
-            item_of[it.row] = static_cast<int64_t>(items.size());
             items.push_back(std::move(it));
         }
     }
@@ -113,7 +113,7 @@ void lm_head_verify_tree_cpu(
         const int64_t first_row = node_range(in.cu_nodes, b, rows).begin;
         walk_request(in, out, token_ids, stops ? &*stops : nullptr, num_stops, b,
                      [&](int32_t node, int32_t depth, const int64_t* ancestors) {
-            const int64_t row = first_row + node, i = item_of[row];
+            const int64_t row = first_row + node, i = first_item[b] + node;
             if (!lazy) {
                 uint64_t best = 0;
                 bool bad = false;

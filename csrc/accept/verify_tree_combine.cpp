@@ -84,7 +84,8 @@ void verify_tree_combine_cpu(
     const IdArray token_ids(tokens);
     const std::optional<IdArray> stops = stop_ids ? std::optional<IdArray>(IdArray(*stop_ids)) : std::nullopt;
     for (int64_t b = 0; b < in.batch; ++b) {
-        const int64_t first_row = node_range(in.cu_nodes, b, rows).begin;
+        const NodeRange range = node_range(in.cu_nodes, b, rows);
+        const int64_t first_row = range.begin;
         walk_request(in, out, token_ids, stops ? &*stops : nullptr, stop_ids ? stop_ids->size(0) : 0, b,
                      [&](int32_t node, int32_t, const int64_t*) {
             const int64_t row = first_row + node;
@@ -96,8 +97,8 @@ void verify_tree_combine_cpu(
                 const uint64_t key = static_cast<uint64_t>(p[0]);
                 bad = bad || (key & kKeyBad);
                 if (num_rounds > 1) mass += static_cast<uint64_t>(p[1]);
-                if ((key & ~kKeyBad) > best) {
-                    best = key & ~kKeyBad;
+                if ((key & ~kKeyStatus) > best) {
+                    best = key & ~kKeyStatus;
                     raw_bits = num_rounds > 1 ? static_cast<uint32_t>(p[2]) : 0;
                 }
             }
@@ -108,7 +109,10 @@ void verify_tree_combine_cpu(
             }
             return c;
         });
-        if (in.active[b] && num_rounds != kFilterRounds && in.params(b).filtered()) out.flags[b] |= kFlagBadParam;
+        if (!in.active[b]) continue;
+        const bool unfiltered = num_rounds != kFilterRounds && in.params(b).filtered();
+        const bool replaced = range.n > 0 && (in_words[first_row * words] & static_cast<int64_t>(kKeyBadParam));  // any rank's
+        if (unfiltered || replaced) out.flags[b] |= kFlagBadParam;
     }
 }
 

@@ -32,7 +32,7 @@ void write_words(
         RowParams q = p;
         if (num_rounds != kFilterRounds) q.min_p = 0.0f;
         const uint64_t key = row_max(s) > -kInf ? best_key(s, n, offset, q, zmax, cut, t) : 0;
-        out[0] = static_cast<int64_t>(key | (bad ? kKeyBad : 0));
+        out[0] = static_cast<int64_t>(key | (bad ? kKeyBad : 0) | (p.flags ? kKeyBadParam : 0));
         if (num_rounds > 1) {
             out[1] = state[kStateRawMax] ? static_cast<int64_t>(raw_mass(row, type, n, state_float(kStateRawMax))) : 0;
             out[2] = key ? float_to_bits(load_one(row, type, key_id(key) - offset)) : 0;

@@ -102,6 +102,8 @@ FV_HD bool min_p_keeps(float z, float zmax, float min_p) { return exp2_exact((z 
 // 0 = no finite entry.
 constexpr uint64_t kKeyIdMask = (1u << 20) - 1;
 constexpr uint64_t kKeyBad = 1u << 20;  // a NaN or +inf was seen
+constexpr uint64_t kKeyBadParam = 1u << 21;  // shards: the request's parameters, penalties included, were out of range
+constexpr uint64_t kKeyStatus = kKeyBad | kKeyBadParam;
 FV_HD uint64_t make_key(float score, uint32_t id) {
     return (static_cast<uint64_t>(ordered_bits(score + 0.0f)) << 32) | (kKeyIdMask - id);
 }

@@ -56,10 +56,9 @@ struct Partial {
 // Adds the later chunk `next` to `total`. A row without keys in `next` is left alone.
 FV_CLONES static void fold(Partial* total, const Partial* next, int rows, int ld) {
     for (int r = 0; r < rows; ++r) {
-        const float a = total->maximum[r], b = next->maximum[r];
         if (next->sum[r] == 0.0f) continue;
-        const float top = b > a ? b : a, shift = top == -__builtin_inff() ? 0.0f : top;
-        const float wa = exp_nonpositive(a - shift), wb = exp_nonpositive(b - shift);
+        const float a = total->maximum[r], b = next->maximum[r], top = greater(a, b);
+        const float wa = exp_nonpositive(a - top), wb = exp_nonpositive(b - top);
         total->maximum[r] = top;
         total->sum[r] = total->sum[r] * wa + next->sum[r] * wb;
         float* x = total->o + static_cast<int64_t>(r) * ld;

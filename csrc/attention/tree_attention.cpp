@@ -13,8 +13,9 @@ namespace fv {
 namespace {
 
 constexpr const char* kOp = "tree_attention";
-constexpr int kBlockRows = 96;                     // query rows that share one pass over the KV
+constexpr int kBlockRows = 96;                        // query rows that share one pass over the KV
 constexpr int64_t kWorkPerThread = int64_t{1} << 19;  // multiply-adds below which another thread does not pay
+constexpr int64_t kSplitFloats = int64_t{1} << 25;    // partial results of a split: at most 128 MiB
 
 struct Output {
     char* out;
@@ -74,7 +75,7 @@ void attend(const AttentionArgs& args, const std::vector<Block>& blocks, const O
     const int d = args.head_dim, ld = (d + kLanes - 1) / kLanes * kLanes;
     const int64_t size = Partial::floats(rows, ld);
     const int64_t threads = torch::stable::get_num_threads();
-    if (count >= 2 * threads || chunks == count || threads == 1) {
+    if (count >= 2 * threads || chunks == count || threads == 1 || chunks * size > kSplitFloats) {
         for_each_unit(count, work, [&](std::atomic<int64_t>& next) {
             BlockAttention attention(args);
             std::vector<float> scratch(2 * size);

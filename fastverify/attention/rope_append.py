@@ -1,6 +1,5 @@
 """rope_append: per-head q/k norm, RoPE and the append of K and V to the paged cache, one launch."""
 
-from functools import cache
 from typing import Optional
 
 import torch
@@ -8,12 +7,6 @@ import torch
 from .. import _ops
 
 NEOX, GPTJ = 0, 1  # rotary_style: pairs (i, i + rot/2), or (2i, 2i + 1)
-
-
-@cache
-def _op(device: torch.device):
-    _ops.require_kernel("rope_append", device)
-    return _ops.get("rope_append")
 
 
 def rope_append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
@@ -36,5 +29,6 @@ def rope_append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: to
     anything is written. Cost: one read of q, k, v and one write of q and the new rows. Graph-safe: reads no device
     value on the host, allocates nothing.
     """
-    _op(q.device)(q, k, v, positions, slots, cos_sin, q_norm, k_norm, k_scale, v_scale, k_cache, v_cache, eps,
-                  rotary_style)
+    _ops.require_kernel("rope_append", q.device)
+    _ops.get("rope_append")(q, k, v, positions, slots, cos_sin, q_norm, k_norm, k_scale, v_scale, k_cache, v_cache, eps,
+                            rotary_style)

@@ -1,17 +1,10 @@
 """tree_attention: the rows of each request's token tree against its paged prefix and their ancestors."""
 
-from functools import cache
 from typing import Optional
 
 import torch
 
 from .. import _ops
-
-
-@cache
-def _op(device: torch.device):
-    _ops.require_kernel("tree_attention", device)
-    return _ops.get("tree_attention")
 
 
 def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cu_nodes: torch.Tensor,
@@ -35,12 +28,15 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     schedule: from prepare_tree; workspace: scratch of the CUDA kernel. The CPU kernel uses neither.
 
     Padding rows and rows that see nothing: out 0, lse -inf. Slots that a row does not see never reach it, NaN or not.
-    On the CPU a row's bits depend on its own keys only, not on the batch, the page size or the thread count.
+    On the CPU a row's bits depend on its own keys only: not on the batch, the page size, the thread count, nor on whether
+    its ancestors are tree columns or committed tokens.
     Errors: RuntimeError for shapes, dtypes, devices; on the CPU also for bad cu_nodes, prefix_len or page ids.
-    Cost: one read of the visible KV per 96 rows of a kv head. Graph-safe when out is given. Source: docs/algorithm.md.
+    Cost: one read of the visible KV per 96 rows of a kv head. Graph-safe when out is given.
+    Source: online softmax over tiles (Milakov, Gimelshein 2018; FlashAttention-2, Dao 2023).
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _op(q.device)(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, schedule, sinks, k_scale, v_scale, out,
-                  lse, workspace, row_base, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
+    _ops.require_kernel("tree_attention", q.device)
+    _ops.get("tree_attention")(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, schedule, sinks, k_scale, v_scale, out,
+                               lse, workspace, row_base, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
     return out

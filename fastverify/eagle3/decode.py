@@ -24,7 +24,11 @@ from .shapes import AUTO, OFF, Controller, Shape, parse_shape
 from .stats import Stats
 
 _DONE = Flag.STOP | Flag.BUDGET | Flag.EMPTY_ROW | Flag.BAD_ROW
-_REASONS = ((Flag.EMPTY_ROW | Flag.BAD_ROW, "bad_logits"), (Flag.STOP, "stop"), (Flag.BUDGET, "length"))
+# In this order: the walk may have visited bad rows behind the end of the text, which plain decoding never meets.
+_REASONS = ((Flag.STOP, "stop"), (Flag.BUDGET, "length"), (Flag.EMPTY_ROW | Flag.BAD_ROW, "bad_logits"))
+_LARGE = 1e38
+_RANGES = dict(temperature=(0, _LARGE), top_p=(0, 1), min_p=(0, 1), repetition_penalty=(1 / _LARGE, _LARGE),
+               frequency_penalty=(-_LARGE, _LARGE), presence_penalty=(-_LARGE, _LARGE))
 
 
 @dataclass
@@ -59,7 +63,11 @@ class Decoder:
     """
 
     def __init__(self, target, draft=None, *, tree: str = "auto", page_size: int = 16, prefill_chunk: int = 512) -> None:
-        if tree == "off":
+        named = None if tree == "auto" else parse_shape(tree)
+        for name, value in (("page_size", page_size), ("prefill_chunk", prefill_chunk)):
+            if value < 1:
+                raise ValueError(f"Decoder: {name} must be at least 1; got {value}. Fix: leave it out.")
+        if named == OFF:
             draft = None
         self.target, self.draft = target, draft
         self.page_size, self.prefill_chunk = page_size, prefill_chunk
@@ -68,12 +76,13 @@ class Decoder:
         self.tree = tree
         if draft is None:
             self.shapes = (OFF,)
-        elif tree == "auto" and self.eagle:
+        elif named is not None:
+            self.shapes = (named,)
+        elif self.eagle:
             self.shapes = tuple(parse_shape(s) for s in AUTO)
-        elif tree == "auto":
-            self.shapes = (OFF, parse_shape(f"chain-{min(16, draft.num_draft)}"))
         else:
-            self.shapes = (parse_shape(tree),)
+            self.shapes = (OFF, parse_shape(f"chain-{min(16, draft.num_draft)}"))
+        self.limit = min([target.config.max_position] + ([draft.cos_sin.shape[0]] if self.eagle else []))  # positions
         self._plans: dict = {}
         self._controllers: dict = {}
 
@@ -96,34 +105,49 @@ class Decoder:
 
     # ---- buffers and calibration ---------------------------------------------------------------------------
 
-    def plan(self, batch: int, shape: Shape) -> tuple:
-        """(VerifyPlan, GrowBuffers or None) of a shape, made once per (batch, shape)."""
+    def plan(self, batch: int, shape: Shape) -> VerifyPlan:
+        """The buffers of a shape, made once per (batch, shape)."""
         key = (batch, shape)
         if key not in self._plans:
             grown = shape.speculative and self.eagle
-            buffers = grow.GrowBuffers.empty(self.draft, batch, shape.k, shape.levels, shape.nodes) if grown else None
-            width = len(self.aux_layers) * self.target.config.hidden_size
             max_path = min(shape.nodes, shape.levels + 1) if grown else shape.nodes
-            self._plans[key] = (VerifyPlan(batch, shape.nodes, max_path, width, self.target.dtype, self.target.device,
-                                           tree=buffers.tree if buffers else None), buffers)
+            self._plans[key] = VerifyPlan(
+                batch, shape.nodes, max_path, len(self.aux_layers) * self.target.config.hidden_size, self.target.dtype,
+                self.target.device, draft=self.draft if grown else None, k=shape.k, levels=shape.levels)
         return self._plans[key]
 
     def controller(self, batch: int) -> Optional[Controller]:
-        """Measures one round of every shape (tree="auto"); once per batch size, a second or two."""
+        """Measures one round of every shape (tree="auto"); once per batch size, a second or two.
+
+        None (plain decoding) with a single shape, or where the target gives no rounds to measure.
+        """
         if len(self.shapes) == 1:
             return None
         if batch not in self._controllers:
-            vocab = self.target.config.vocab_size
-            prompts = [[(7919 * i + b) % vocab for i in range(48)] for b in range(batch)]
-            times = {}
-            for shape in self.shapes:
-                run = _Run(self, prompts, 6 * shape.nodes + 8, SamplingParams(), [], fixed=shape)
-                for _ in run.spans(limit=5):
-                    pass
-                ordered = sorted(run.round_ms[1:])
-                times[shape.name] = ordered[len(ordered) // 2]
+            times = {shape.name: self._round_ms(batch, shape) for shape in self.shapes}
+            if None in times.values():
+                return None
             self._controllers[batch] = Controller(self.shapes, times)
         return self._controllers[batch]
+
+    def _round_ms(self, batch: int, shape: Shape, rounds: int = 5) -> Optional[float]:
+        """Median milliseconds of a round on made-up text, short enough for any target; None if there was none."""
+        vocab, new = self.target.config.vocab_size, rounds * (shape.levels + 1) + 2
+        length = min(48, self.limit - new - _extra_rows((shape,)))
+        if length < 8:
+            return None
+        # the text repeats, so that an n-gram drafter drafts full trees too
+        prompts = [[(7919 * (i % 4) + b) % vocab for i in range(length)] for b in range(batch)]
+        run = _Run(self, prompts, new, SamplingParams(), [], fixed=shape)
+        for _ in run.spans(limit=rounds):
+            pass
+        ordered = sorted(run.round_ms[1:])
+        return ordered[len(ordered) // 2] if ordered else None
+
+
+def _extra_rows(shapes: tuple) -> int:
+    """Cache rows and positions to reserve behind prompt and text."""
+    return max(s.columns for s in shapes) + 1
 
 
 class _Run:
@@ -135,8 +159,9 @@ class _Run:
         self.prompts, self.fixed = prompts, fixed
         config, device = self.target.config, self.target.device
         shapes = decoder.shapes if fixed is None else (fixed,)
-        extra = max(s.columns for s in shapes) + 1
+        extra = _extra_rows(shapes)
         self._check(prompts, max_new_tokens, extra, config)
+        self._check_sampling(params, config.vocab_size)
         self.controller = decoder.controller(len(prompts)) if fixed is None else None
         self.shape = shapes[0] if self.controller is None else OFF
         stops = list(config.eos_ids) if stop_ids is None else list(stop_ids)
@@ -159,15 +184,23 @@ class _Run:
         if max_new < 1:
             raise ValueError(f"generate: max_new_tokens must be at least 1; got {max_new}. Fix: pass a positive number.")
         longest = max(len(p) for p in prompts)
-        limit = min([config.max_position] + ([self.draft.cos_sin.shape[0]] if self.d.eagle else []))
-        if longest + max_new + extra > limit:
+        if longest + max_new + extra > self.d.limit:
             raise ValueError(
-                f"generate: prompt + max_new_tokens + drafted rows must be at most {limit} positions; got {longest} + {max_new} + "
+                f"generate: prompt + max_new_tokens + drafted rows must be at most {self.d.limit} positions; got {longest} + {max_new} + "
                 f"{extra} = {longest + max_new + extra}. Fix: shorten the prompt or ask for fewer tokens.")
         low, high = min(min(p) for p in prompts), max(max(p) for p in prompts)
         if low < 0 or high >= config.vocab_size:
             raise ValueError(f"generate: token ids must be in [0, {config.vocab_size}); got {low if low < 0 else high}. "
                              "Fix: encode with this target's tokenizer.")
+
+    def _check_sampling(self, p: SamplingParams, vocab: int) -> None:
+        """The op replaces and flags values out of range; a caller of generate is told."""
+        for name, (low, high) in _RANGES.items():
+            if not low <= getattr(p, name) <= high:
+                raise ValueError(f"generate: {name} must be in [{low:g}, {high:g}]; got {getattr(p, name)}. Fix: leave it out.")
+        wrong = [t for t in p.bias if not 0 <= t < vocab]
+        if wrong:
+            raise ValueError(f"generate: bias ids must be in [0, {vocab}); got {wrong[0]}. Fix: use ids of this target's tokenizer.")
 
     def _add_processors(self, p: SamplingParams, batch: int, vocab: int, device) -> None:
         if p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty:
@@ -198,9 +231,9 @@ class _Run:
     def _round(self) -> list:
         """One cycle of the whole batch."""
         req, shape = self.req, self._choose_shape()
-        plan, buffers = self.d.plan(len(self.prompts), shape)
+        plan = self.d.plan(len(self.prompts), shape)
         with self.stats.timer("draft"):
-            self._draft(shape, plan, buffers)                                  # -> plan.tree
+            self._draft(shape, plan)                                  # -> plan.tree
         with self.stats.timer("target"):
             t = plan.tree
             prepare_tree(t.parents, t.cu_nodes, req.prefix_len, req.page_table, self.d.page_size, plan.prepared)
@@ -225,6 +258,8 @@ class _Run:
             self.shape = self.controller.choose()
         if self.shape.speculative and not self.d.eagle:
             histories = [p + t if f is None else [] for p, t, f in zip(self.prompts, self.tokens, self.finish)]
+            if self.fixed is not None:  # a measurement: what is drafted must not depend on what the target says
+                histories = self.prompts
             self.pool = self.draft.pool(histories)
             if bool((self.pool[0] == -torch.inf).all()):
                 return OFF  # nothing in the text matches: one row, not a padded tree
@@ -238,7 +273,7 @@ class _Run:
 
     # ---- drafting ------------------------------------------------------------------------------------------------
 
-    def _draft(self, shape: Shape, plan: VerifyPlan, buffers) -> None:
+    def _draft(self, shape: Shape, plan: VerifyPlan) -> None:
         """Fills plan.tree: the bare root, an n-gram tree, or a tree grown by the EAGLE-3 draft."""
         req, vocab = self.req, self.target.config.vocab_size
         if not shape.speculative:
@@ -250,7 +285,7 @@ class _Run:
             if self.pending.rounds:
                 self._catch_up()
             grow.draft_tree(self.draft, self.draft_cache, self.last_hidden, req.root, req.prefix_len, req.active,
-                            req.page_table, buffers, shape.levels, shape.nodes, vocab)
+                            req.page_table, plan.grow, shape.levels, shape.nodes, vocab)
 
     def _extend(self, plan: VerifyPlan, shape: Shape) -> None:
         """The emitted tokens and the target's features of their rows are the draft's new true pairs."""
@@ -281,7 +316,7 @@ class _Run:
     def _prefill(self) -> list:
         """Every prompt in chunks, one request at a time; its first token comes from the same verify as all others."""
         spans, last = [], []
-        plan, _ = self.d.plan(1, OFF)
+        plan = self.d.plan(1, OFF)
         for b, prompt in enumerate(self.prompts):
             req = self.req.row(b)
             for start in range(0, len(prompt), self.d.prefill_chunk):
@@ -296,7 +331,7 @@ class _Run:
                                  torch.tensor([0, 1], dtype=torch.int32, device=hidden.device), req, plan.out)
                     req.prefix_len += 1
                     spans += self._collect(plan, [b])
-                    req.root.copy_(plan.out.next_root)
+                    torch.where(plan.out.num_tokens_out > 0, plan.out.next_root.int(), req.root, out=req.root)
                 if self.d.eagle:
                     shifted = torch.cat([batch.tokens[1:], req.root if final else batch.tokens.new_tensor(prompt[start + len(chunk):][:1])])
                     pairs = self._chain(None, req, shifted, draft=True)

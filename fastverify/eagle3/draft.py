@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from ..attention.rope_append import rope_append
 from ..attention.tree_attention import tree_attention
 from ..models.batch import ForwardBatch, KVCache
+from ..models.linear import linear
 from .draft_config import DraftConfig
 
 
@@ -75,7 +76,7 @@ class Eagle3Draft:
         if self.fc_norm is not None:
             chunks = x.view(x.size(0), len(c.aux_layers), c.target_hidden_size)
             x = (F.rms_norm(chunks, chunks.shape[2:], None, c.rms_norm_eps) * self.fc_norm).flatten(1)
-        return F.linear(x, self.fc)
+        return linear(x, self.fc)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, hidden: torch.Tensor, cache: KVCache) -> torch.Tensor:
@@ -101,20 +102,20 @@ class Eagle3Draft:
             else:
                 x = F.rms_norm(h, size, w.input_norm, eps)
             h = self._attend(i, w, x, h, batch, cache)
-            gate, up = F.linear(F.rms_norm(h, size, w.post_norm, eps), w.gate_up).chunk(2, dim=1)
-            h = torch.addmm(h, _activation(gate, c.hidden_act) * up, w.down.t())
+            gate, up = linear(F.rms_norm(h, size, w.post_norm, eps), w.gate_up).chunk(2, dim=1)
+            h = linear(_activation(gate, c.hidden_act) * up, w.down).add_(h)
         return F.rms_norm(h, size, self.norm, eps) if c.norm_output else h
 
     def _attend(self, i: int, w: DraftLayer, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch,
                 cache: KVCache) -> torch.Tensor:
         c, rows = self.config, x.size(0)
         heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
-        q, k, v = F.linear(x, w.qkv, w.qkv_bias).view(rows, -1, c.head_dim).split(heads, dim=1)
+        q, k, v = linear(x, w.qkv, w.qkv_bias).view(rows, -1, c.head_dim).split(heads, dim=1)
         rope_append(q, k, v, batch.positions, batch.slots, self.cos_sin, cache.k[i], cache.v[i], q_norm=w.q_norm,
                     k_norm=w.k_norm, eps=c.rms_norm_eps)
         out = tree_attention(q, cache.k[i], cache.v[i], batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
                              row_base=batch.row_base, schedule=batch.schedule)
-        h = torch.addmm(residual, out.view(rows, -1), w.o.t())
+        h = linear(out.view(rows, -1), w.o).add_(residual)
         return h if w.o_bias is None else h + w.o_bias
 
     @torch.inference_mode()
@@ -122,7 +123,7 @@ class Eagle3Draft:
         """h2 [R, H] as forward returns it -> logits [R, Vd] over the draft vocabulary."""
         c = self.config
         normed = h2 if c.norm_output else F.rms_norm(h2, (c.hidden_size,), self.norm, c.rms_norm_eps)
-        return F.linear(normed, self.head)
+        return linear(normed, self.head)
 
     def report(self) -> list:
         """Rows (key, value, source), all str, of everything that was resolved: a table for the user."""

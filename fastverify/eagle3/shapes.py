@@ -33,11 +33,11 @@ def parse_shape(text: str) -> Shape:
     """"off", "chain-K" (K drafted tokens), "tree-N" (N nodes, root included), or "tree-N-kK-dD" with beam K and depth D."""
     if text == "off":
         return OFF
-    chain = re.fullmatch(r"chain-(\d+)", text)
+    chain = re.fullmatch(r"chain-([0-9]+)", text)
     if chain and 1 <= int(chain[1]) <= 16:
         n = int(chain[1])
         return Shape(text, 1, n, n + 1)
-    tree = re.fullmatch(r"tree-(\d+)(?:-k(\d+)-d(\d+))?", text)
+    tree = re.fullmatch(r"tree-([0-9]+)(?:-k([0-9]+)-d([0-9]+))?", text)
     if tree:
         nodes = int(tree[1])
         k, levels = (int(tree[2]), int(tree[3])) if tree[2] else next(
@@ -75,6 +75,7 @@ class Controller:
     reason: str = ""
     _off_rounds: int = 0
     _probing: int = 0
+    _probe: Optional[Shape] = None
 
     def tau(self, shape: Shape) -> float:
         """Expected accept length of a shape (1 for off)."""
@@ -95,7 +96,7 @@ class Controller:
         """The shape of the next round."""
         if self._probing > 0:
             self._probing -= 1
-            return self.current
+            return self._probe
         best = max(self.shapes, key=self.rate)
         if self.current is None or self.rate(best) > self.rate(self.current) * (1 + self.hysteresis):
             self.current = best
@@ -106,7 +107,8 @@ class Controller:
             self._off_rounds += 1
             if self._off_rounds >= self.probe_every and len(self.shapes) > 1:
                 self._off_rounds, self._probing = 0, self.probe_rounds - 1
-                return max(self.shapes[1:], key=self.rate)
+                self._probe = max(self.shapes[1:], key=self.rate)
+                return self._probe
         return self.current
 
     def observe(self, shape: Shape, accepted: float, ms: float) -> None:

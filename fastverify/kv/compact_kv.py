@@ -1,17 +1,10 @@
 """compact_kv: the KV rows of the accepted path move to the front of the tree, every layer, one launch."""
 
-from functools import cache
 from typing import Optional
 
 import torch
 
 from .. import _ops
-
-
-@cache
-def _op(device: torch.device):
-    _ops.require_kernel("compact_kv", device)
-    return _ops.get("compact_kv")
 
 
 def compact_kv(k_cache: torch.Tensor, v_cache: Optional[torch.Tensor], path: torch.Tensor,
@@ -37,5 +30,6 @@ def compact_kv(k_cache: torch.Tensor, v_cache: Optional[torch.Tensor], path: tor
         aux_out = torch.empty(path.numel(), aux.shape[1], dtype=aux.dtype, device=aux.device)
     if aux is not None and cu_out is None:
         cu_out = torch.empty(path.shape[0] + 1, dtype=torch.int32, device=path.device)
-    _op(k_cache.device)(k_cache, v_cache, path, num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out)
+    _ops.require_kernel("compact_kv", k_cache.device)
+    _ops.get("compact_kv")(k_cache, v_cache, path, num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out)
     return aux_out, cu_out

@@ -10,6 +10,7 @@ from ..attention.rope_append import rope_append
 from ..attention.tree_attention import tree_attention
 from .batch import ForwardBatch, KVCache
 from .config import LoadError, ModelConfig
+from .linear import add_linear, linear
 
 
 class TensorSource(Protocol):
@@ -79,24 +80,24 @@ class LlamaModel:
         aux = self._aux_buffer(rows, aux_layers)
         for i, w in enumerate(self.layers):
             self._keep_aux(aux, aux_layers, i, h)
-            qkv = F.linear(F.rms_norm(h, size, w.input_norm, eps), w.qkv, w.qkv_bias)
+            qkv = linear(F.rms_norm(h, size, w.input_norm, eps), w.qkv, w.qkv_bias)
             q, k, v = qkv.view(rows, -1, c.head_dim).split(heads, dim=1)
             k_cache, v_cache = cache.k[i], cache.v[i]
             rope_append(q, k, v, batch.positions, batch.slots, self.cos_sin, k_cache, v_cache, q_norm=w.q_norm,
                         k_norm=w.k_norm, eps=eps)
             a = tree_attention(q, k_cache, v_cache, batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
                                row_base=batch.row_base, schedule=batch.schedule)
-            _add_linear(h, a.view(rows, -1), w.o, w.o_bias)
-            gate_up = F.linear(F.rms_norm(h, size, w.post_norm, eps), w.gate_up, w.gate_up_bias)
+            add_linear(h, a.view(rows, -1), w.o, w.o_bias)
+            gate_up = linear(F.rms_norm(h, size, w.post_norm, eps), w.gate_up, w.gate_up_bias)
             x = F.silu(gate_up[:, :width], inplace=True).mul_(gate_up[:, width:])
-            _add_linear(h, x, w.down, w.down_bias)
+            add_linear(h, x, w.down, w.down_bias)
         self._keep_aux(aux, aux_layers, c.num_layers, h)
         return F.rms_norm(h, size, self.norm, eps), aux
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, H] as forward returns it -> logits [R, V] in the model's dtype."""
-        return F.linear(hidden, self.lm_head_weight)
+        return linear(hidden, self.lm_head_weight)
 
     def _aux_buffer(self, rows: int, aux_layers: tuple) -> Optional[torch.Tensor]:
         if not aux_layers:
@@ -111,13 +112,6 @@ class LlamaModel:
             for slot, wanted in enumerate(aux_layers):
                 if wanted == layer:
                     aux[:, slot * h.shape[1] : (slot + 1) * h.shape[1]].copy_(h)
-
-
-def _add_linear(h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> None:
-    """h += x @ weight.T (+ bias), in place: residual and product in one call."""
-    h.addmm_(x, weight.t())
-    if bias is not None:
-        h.add_(bias)
 
 
 def build(config: ModelConfig, source: TensorSource, dtype: torch.dtype, device: "torch.device | str") -> LlamaModel:

@@ -220,7 +220,7 @@ def verify_tree_partials(logits, tokens, parents, cu_nodes, prefix_len, active, 
                          rule) -> None:
     """Oracle of one shard's part. The words between partials and combine are private to a back end; the oracle ships
     whole float64 rows in the last round (so it states the answer without any protocol):
-    [bad, processed row, noise row, raw row], each of the shard's width; partials [R, 1 + 3 * width]."""
+    [bad row 1 + bad parameter 2, processed row, noise row, raw row], each of the shard's width; partials [R, 1 + 3 * width]."""
     if round_ != num_rounds - 1:
         return
     width = (partials.shape[1] - 1) // 3
@@ -238,7 +238,7 @@ def verify_tree_partials(logits, tokens, parents, cu_nodes, prefix_len, active, 
             x, bad = process(raw, above, None if counts is None else counts[b].numpy(),
                              None if bias is None else bias[b].double().numpy(), bits, params[4], penalties is not None)
             noise = gumbel(np.arange(vocab_offset, vocab_offset + width), int(prefix_len[b]) + len(above) + 1, int(seed[b]))
-            partials[row] = torch.from_numpy(np.concatenate([[float(bad)], x, noise, raw]).view(np.int64))
+            partials[row] = torch.from_numpy(np.concatenate([[bad + 2.0 * params[5]], x, noise, raw]).view(np.int64))
 
 
 def verify_tree_combine(partials, tokens, parents, cu_nodes, prefix_len, active, remaining, stop_ids, temperature, top_k,
@@ -249,10 +249,16 @@ def verify_tree_combine(partials, tokens, parents, cu_nodes, prefix_len, active,
         return
     world, rows, words = partials.shape
     values = partials.numpy().view(np.float64)
-    bad = values[:, :, 0].any(0)
+    bad, bad_param = (values[:, :, 0] % 2 == 1).any(0), (values[:, :, 0] >= 2).any(0)
     x, noise, raw = (np.concatenate([values[w, :, 1 + i * (words - 1) // 3:1 + (i + 1) * (words - 1) // 3]
                                      for w in range(world)], axis=1) for i in range(3))
+
+    def params_of(b):
+        p = _params(b, temperature, top_k, top_p, min_p, None, rule, vocab_size)
+        lo = int(cu_nodes[b])
+        return *p[:5], p[5] or (0 <= lo < min(rows, int(cu_nodes[b + 1])) and bool(bad_param[lo]))
+
     _verify(lambda b, row, *_: (x[row], noise[row], bool(bad[row]), raw[row]), tokens, parents, cu_nodes, prefix_len,
             active, remaining, stop_ids,
-            lambda b: _params(b, temperature, top_k, top_p, min_p, None, rule, vocab_size), counts, vocab_offset,
+            params_of, counts, vocab_offset,
             out_tokens, num_tokens_out, path, next_root, flags, logprobs, vocab_size, rows)

@@ -69,6 +69,28 @@ def test_mixed_weight_dtype_and_stride(backend, rng):
         assert torch.equal(a[name], b[name]), name
 
 
+def test_rows_shared_by_two_requests_do_not_mix(backend, rng):
+    """A cu_nodes that steps back makes one request bad; those before it still get the tokens of verify_tree."""
+    deep = 0
+    for _ in range(30):
+        case = head_case(rng, h=16, batch=3, nodes=4, vocab=60, temperature=0.9, fixed_nodes=True)
+        case["hidden"] = torch.randint(-3, 4, case["hidden"].shape, generator=rng).float()
+        case["weight"] = torch.randint(-3, 4, case["weight"].shape, generator=rng).float() / 4
+        case["active"].fill_(1)
+        logits = case["hidden"] @ case["weight"].T
+        case["tokens"][1:4] = logits[0, :60].topk(3).indices
+        case["parents"][:4] = torch.tensor([-1, 0, 0, 0])
+        case.update(cu_nodes=torch.tensor([0, 4, 1, 4], dtype=torch.int32), logprobs=None, temperature=torch.full((3,), 0.9))
+        rest = {k: v for k, v in case.items() if k not in ("hidden", "weight")}
+        want = run_op(backend, "verify_tree", logits=logits, **rest)
+        deep += int(want["path"][0, 1]) == 1  # row 1 is node 1 of request 0 and the root of request 2
+        got = run_op(backend, "lm_head_verify_tree", **case)
+        assert got["flags"][1] & 4
+        for name in want:
+            assert torch.equal(got[name], want[name]), name
+    assert deep > 3
+
+
 @pytest.mark.parametrize("over,message", [
     (dict(weight=torch.zeros(14, 23)), r"lm_head_verify_tree: weight must be .* \[any, 24\] on cpu; got float32 \[14, 23\]"),
     (dict(vocab_size=15), "lm_head_verify_tree: vocab_size must be at most the weight's 14 rows; got 15. Fix: "),

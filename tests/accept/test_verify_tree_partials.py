@@ -85,6 +85,28 @@ def test_ties_across_shards(backend, rng):
         assert_same(run_op(backend, "verify_tree", **case), run_sharded(backend, case, cuts, True), cuts)
 
 
+@pytest.mark.parametrize("top_k", [0, 1, 2, 39, 40])
+def test_extreme_filters(backend, rng, top_k):
+    """Nothing kept but the maximum, everything but the last entry, every cut at a tie."""
+    for top_p in (0.0, 1e-9, 2.0**-24, 0.5, 1 - 2.0**-24):
+        for min_p in (0.0, 1e-30, 1.0):
+            case = verify_case(rng, batch=4, nodes=4, vocab=40, temperature=1.0)
+            case.update(temperature=torch.tensor([1.0, 1e-30, 1e30, 0.7]), top_k=torch.full((4,), top_k, dtype=torch.int32),
+                        top_p=torch.full((4,), top_p), min_p=torch.full((4,), min_p))
+            case["logits"] = torch.randn(case["logits"].shape, generator=rng)
+            if top_p == 0.5:
+                case["logits"] = case["logits"].round()
+            cuts = boundaries(40, 3, rng)
+            whole = run_op(backend, "verify_tree", **case)
+            assert_same(whole, run_sharded(backend, case, cuts, True), cuts)
+            if top_p < 1e-3 or min_p == 1.0 or top_k == 1:  # only the maximum is left
+                live = case["active"].bool() & (torch.tensor([1, 1, 0, 1]) > 0) & (whole["num_tokens_out"] > 0)
+                row = case["cu_nodes"][:-1].long()
+                best = case["logits"][row].max(1).values
+                got = case["logits"][row].gather(1, whole["out_tokens"][:, :1].clamp(min=0)).squeeze(1)
+                assert torch.equal(got[live], best[live])
+
+
 def test_oracle_pair_agrees(rng):
     """The float64 partials/combine pair is the float64 verify_tree."""
     for _ in range(10):
@@ -99,7 +121,7 @@ def test_oracle_pair_agrees(rng):
             **{k: case[k] for k in TREE + SAMPLING})["partials"] for w in range(3)])
         out = run_op("reference", "verify_tree_combine", partials=words, state=state, vocab_offset=0, counts=None,
                      stop_ids=case["stop_ids"], **common, **{k: case[k] for k in TREE + SAMPLING + OUTPUTS})
-        for name in OUTPUTS[:4]:
+        for name in OUTPUTS[:5]:
             assert torch.equal(out[name], whole[name]), name
 
 
@@ -150,6 +172,20 @@ def test_filters_in_too_few_rounds_are_flagged(rng):
             "logits": torch.randn(7, 20, generator=rng), "temperature": torch.ones(2), "top_k": torch.tensor([3, 0], dtype=torch.int32)}
     flags = run_sharded("cpu", case, [0, 20], False)[0]["flags"]
     assert flags[0].item() & 128 and not flags[1].item() & 128
+
+
+def test_penalties_out_of_range_are_flagged_on_every_rank(rng):
+    """The combine op does not see the penalties: the flag travels with the words."""
+    case = verify_case(rng, batch=4, nodes=3, vocab=20, temperature=0.9, extras=True, logprobs=False, fixed_nodes=True)
+    case["active"].fill_(1)
+    case = {**case, "cu_nodes": torch.arange(5, dtype=torch.int32), "parents": torch.full_like(case["parents"], -1),
+            "logits": torch.randn(case["logits"].shape, generator=rng), "penalties": torch.tensor(
+                [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, float("nan"), 0.0], [1.0, 0.0, float("inf")]])}
+    whole = run_op("cpu", "verify_tree", **case)
+    assert [bool(f & 128) for f in whole["flags"].tolist()] == [False, True, True, True]
+    for filters in (False, True):
+        cuts = [0, 7, 8, 20]
+        assert_same(whole, run_sharded("cpu", case, cuts, filters), cuts)
 
 
 def test_bad_arguments_raise_in_words(rng):

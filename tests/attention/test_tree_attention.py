@@ -107,14 +107,20 @@ def test_mask_probe_without_the_oracle(backend, rng, row_base, window):
 
 
 @pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 4, 12, 60])
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
-def test_nan_in_a_column_reaches_only_the_rows_that_see_it(backend, rng, chain, name):
-    """A column that a row does not see is skipped, not multiplied by zero; a NaN it sees is not hidden."""
-    for _ in range(5):
-        case = attention_case(rng, [9], [30], 64, 3, 1, chain=chain)
+def test_nan_in_a_key_reaches_only_the_rows_that_see_it(backend, rng, chain, window, name):
+    """A key that a row does not see is skipped, not multiplied by zero; a NaN it sees is not hidden."""
+    prefix, n = 60, 9
+    for at in (0, 45, 55, 59, 60, 64, 68):  # prefix and tree, both sides of the tile boundary at 64
+        case = attention_case(rng, [n], [prefix], 128, 3, 1, chain=chain, window=window)
         clean = run(backend, case)["out"]
-        case[name][case["page_table"][0, 0], 30 + 4] = float("nan")
-        sees = torch.tensor([bool(i >= 4 if chain else case["mask"][i, 0] >> 4 & 1) for i in range(9)] + [False] * 3)
+        case[name][case["page_table"][0, 0], at] = float("nan")
+        sees = []
+        for i in range(n):
+            keys = list(range(prefix)) + [prefix + j for j in range(n) if (j <= i if chain else case["mask"][i, 0] >> j & 1)]
+            sees.append(at in (keys[-window:] if window else keys))
+        sees = torch.tensor(sees + [False] * 3)
         out = run(backend, case)["out"]
         assert out[sees].isnan().all()
         assert torch.equal(out[~sees], clean[~sees])
@@ -128,6 +134,14 @@ def test_strictly_lower_tree_columns_are_masked_too(backend, rng):
     compare(backend, case)
     case["q"].zero_()
     assert torch.allclose(run(backend, case)["lse"][1:n], torch.tensor(math.log(42)), atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_rows_of_very_different_depth(backend, rng, window):
+    """A path of 1100 nodes, then children of the root: neighbours whose keys lie in different chunks, or none in most."""
+    case = attention_case(rng, [1103], [2], 16, 1, 1, 8, window=window, padding=0)
+    case["mask"] = mask_words([-1, *range(1099), 0, 0, 0], 18)
+    compare(backend, case)
 
 
 def test_requests_do_not_share_trees(backend, rng):

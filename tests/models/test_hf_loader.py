@@ -75,6 +75,12 @@ def test_config_fields(saved):
                 3, 64, 97, 4, 2, 16, 128, 1, (2,), True, False, False, False)
 
 
+def test_keys_a_family_does_not_read_are_ignored(folder):
+    edit(folder / "config.json", attention_bias=True, mlp_bias=True, head_dim=None, sliding_window=64)
+    c = load_target(folder).config
+    assert (c.qkv_bias, c.o_bias, c.mlp_bias, c.head_dim) == (True, False, False, 16)
+
+
 def test_stop_ids_of_both_files(folder):
     edit(folder / "config.json", eos_token_id=5)
     edit(folder / "generation_config.json", eos_token_id=[7, 5, 9])
@@ -233,6 +239,16 @@ def test_shards_that_do_not_match_their_index(tmp_path):
     shards[1].write_bytes(kept)
     edit(index, weight_map=...)
     refused(tmp_path, "must hold a weight_map")
+
+
+def test_the_index_decides_between_copies(tmp_path):
+    make_hf("llama2").save_pretrained(tmp_path, max_shard_size="60KB")
+    want = load_target(tmp_path).norm
+    where = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    for file in set(where.values()) - {where["model.norm.weight"]}:
+        tensors = load_file(tmp_path / file)
+        save_file({**tensors, "model.norm.weight": torch.zeros(64)}, tmp_path / file)
+    assert torch.equal(load_target(tmp_path).norm, want) and want.any()
 
 
 def test_dtype_of_the_call(saved):

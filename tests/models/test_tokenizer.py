@@ -105,12 +105,22 @@ def test_bos_of_raw_text(backend, tmp_path):
 def test_gguf_equals_the_family_pipeline(pre, tmp_path):
     own = byte_level(pre)
     ours = load_tokenizer(write_gguf(tmp_path / "m.gguf", make_hf("llama2"), "llama", tokenizer=metadata(own, pre)))
-    for text in SAMPLES:
+    for text in [*SAMPLES, "<think>a</think><a b é> <think>"]:  # two of them are added tokens that are not special
         assert ours.encode(text) == own.encode(text).ids, text
         assert ours.decode(ours.encode(text)) == own.decode(own.encode(text).ids, skip_special_tokens=False)
     assert (ours.eos_ids, ours.bos_id, ours.add_bos, ours.chat_template) == ((2,), 1, False, TEMPLATE)
     ids = ours.apply_chat_template(CHATS[1])
     assert ids.count(1) == 5 and ids[0] == 1 and ids[1] != 1  # one <|im_start|> a message, never two
+
+
+@pytest.mark.parametrize("pre, whole", [("llama-bpe", True), ("gpt-2", False), ("smollm", False)])
+def test_words_that_no_merge_makes(pre, whole, tmp_path):
+    """Llama 3 takes a word that is in the vocabulary as it is; the others only what merges make."""
+    meta = metadata(byte_level(pre), pre)
+    meta["ggml.tokens"].append("qzqz")
+    meta["ggml.token_type"].append(1)
+    ours = load_tokenizer(write_gguf(tmp_path / "m.gguf", make_hf("llama2"), "llama", tokenizer=meta))
+    assert (ours.encode("qzqz") == [len(meta["ggml.tokens"]) - 1]) == whole
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "gpt-2"])

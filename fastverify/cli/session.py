@@ -1,0 +1,132 @@
+"""Models, tokenizer and device of one command, loaded as the arguments say."""
+
+import argparse
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from .. import _ops
+from ..eagle3.checkpoint import load_draft
+from ..eagle3.decode import Decoder
+from ..eagle3.shapes import parse_shape
+from ..models.demo import demo_target_path
+from ..models.hf import read_json
+from ..models.load import load_target, load_tokenizer
+from ..tree.ngram import NgramDrafter
+from .output import Output
+
+STEP_OPS = ("probe", "draft_topk", "grow_tree", "build_tree", "prepare_tree", "rope_append", "tree_attention", "verify_tree",
+            "compact_kv")
+SHIPPED_DRAFT = Path(__file__).resolve().parent.parent / "data" / "smollm2-135m-instruct-eagle3"
+
+
+@dataclass
+class Session:
+    """target, draft (Eagle3Draft, NgramDrafter or None) and tokenizer (None when the prompt is token ids)."""
+
+    target: Any
+    draft: Any
+    tokenizer: Any
+    target_name: str
+    draft_name: str
+    device: torch.device
+    notes: list
+
+    def decoder(self, tree: str) -> Decoder:
+        """A decoder for one shape name; an n-gram drafter drafts as many nodes as the shape holds."""
+        draft = self.draft
+        if isinstance(draft, NgramDrafter) and tree not in ("auto", "off"):
+            matches = 1 if tree.startswith("chain") else 4
+            draft = NgramDrafter(num_draft=parse_shape(tree).nodes - 1, num_matches=matches)
+        return Decoder(self.target, draft, tree=tree)
+
+    def encode(self, command: str, prompt: str, system: Optional[str] = None, raw: bool = False) -> list:
+        """Token ids of one prompt, in the model's chat format unless raw."""
+        if raw:
+            ids = self.tokenizer.encode(prompt)
+            return [self.tokenizer.bos_id] + ids if self.tokenizer.add_bos else ids
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"{command}: the model must have a chat template; got one without. Fix: add --raw.")
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        return self.tokenizer.apply_chat_template([*messages, {"role": "user", "content": prompt}])
+
+    def room(self, decoder: Decoder) -> int:
+        """Positions for prompt and new tokens together that a run of `decoder` has."""
+        limit = self.target.config.max_position
+        if decoder.eagle:
+            limit = min(limit, decoder.draft.cos_sin.shape[0])
+        return limit - max(shape.columns for shape in decoder.shapes) - 1
+
+
+def open_session(command: str, args: argparse.Namespace, out: Output, with_tokenizer: bool = True,
+                 drafts: bool = True) -> Session:
+    """Loads what --target, --draft, --device, --dtype and --threads name. drafts False: no drafter (plain decoding)."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    notes: list = []
+    device = _device(command, args.device, notes)
+    path = _target_path(command, args.target)
+    dtype = getattr(torch, args.dtype)
+    with out.status("loading the models"):
+        tokenizer = load_tokenizer(path) if with_tokenizer else None
+        target = load_target(path, dtype, device)
+        draft, name = _draft(args.draft, target, dtype, device, notes) if drafts else (None, "none")
+    return Session(target, draft, tokenizer, str(path), name, device, notes)
+
+
+def _target_path(command: str, given: Optional[str]) -> Path:
+    path = Path(given) if given else demo_target_path()
+    if path is None:
+        raise ValueError(f"{command}: the demo model must be on this machine; got none. Fix: run `fastverify fetch-demo` "
+                         "(or pass --target PATH).")
+    return path
+
+
+def _draft(given: Optional[str], target, dtype: torch.dtype, device: torch.device, notes: list) -> tuple:
+    """(drafter, its name)."""
+    if given == "none":
+        return None, "none"
+    if given == "ngram":
+        return NgramDrafter(), "ngram"
+    if given is None:
+        why = _does_not_fit(target.config)
+        if why:
+            notes.append(f"draft: {why}: using n-gram lookup (--draft PATH names an EAGLE-3 draft)")
+            return NgramDrafter(), "ngram"
+        given = str(SHIPPED_DRAFT)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        draft = load_draft(given, target, dtype=dtype, device=device)
+    notes += [str(w.message) for w in caught]
+    return draft, given
+
+
+def _does_not_fit(config) -> str:
+    """Why the shipped draft is not this target's, or ""."""
+    if not (SHIPPED_DRAFT / "config.json").is_file():
+        return "no EAGLE-3 draft is shipped with this install"
+    draft = read_json(SHIPPED_DRAFT / "config.json")
+    sizes = draft.get("target_hidden_size", draft.get("hidden_size")), draft.get("vocab_size")
+    if sizes != (config.hidden_size, config.vocab_size):
+        return "the shipped EAGLE-3 draft was trained for another model"
+    return ""
+
+
+def _device(command: str, asked: str, notes: list) -> torch.device:
+    """The device to run on; "auto" leaves a line in notes when it is not the GPU."""
+    missing = [] if not torch.cuda.is_available() else [op for op in STEP_OPS if not _ops.has_kernel(op, "cuda")]
+    if not torch.cuda.is_available():
+        why = "torch sees no CUDA GPU"
+    elif missing:
+        why = f"no CUDA kernel of {', '.join(missing)} in this install"
+    else:
+        why = ""
+    if asked == "cuda" and why:
+        raise ValueError(f"{command}: --device cuda must find a GPU and a CUDA kernel of every op of the step; got: {why}. "
+                         "Fix: use --device auto.")
+    if asked == "auto" and why:
+        notes.append(f"device: the CPU ({why})")
+    return torch.device("cpu" if asked == "cpu" or why else "cuda")

@@ -1,0 +1,31 @@
+"""x @ w.T for few rows: the same product, asked of the BLAS in the orientation it runs well."""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+
+# On x86 float32 GEMM with 2..6 rows is up to 2.5 times slower as [rows, K] x [K, N] than as [N, K] x [K, rows]: only the
+# second form streams the weight once (docs/performance.md, "matrix products of a verify on the CPU").
+_SWAPPED_ROWS = range(2, 7)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """x [R, K], weight [N, K] -> contiguous [R, N]. The form depends on R, dtype and device only, so repeats are bit-equal."""
+    rows = x.shape[0]
+    if rows not in _SWAPPED_ROWS or x.dtype is not torch.float32 or x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    if rows == 3:  # four columns run faster than three
+        x = F.pad(x, (0, 0, 0, 1))
+    y = torch.mm(weight, x.t()).t()[:rows].contiguous()
+    return y if bias is None else y.add_(bias)
+
+
+def add_linear(h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> None:
+    """h += x @ weight.T (+ bias), in place."""
+    if x.shape[0] in _SWAPPED_ROWS and x.dtype is torch.float32 and x.device.type == "cpu":
+        h.add_(linear(x, weight))
+    else:
+        h.addmm_(x, weight.t())
+    if bias is not None:
+        h.add_(bias)

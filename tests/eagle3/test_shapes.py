@@ -1,0 +1,132 @@
+"""Shape names and the controller behind --tree auto."""
+
+import pytest
+
+from fastverify.eagle3.shapes import AUTO, OFF, Controller, parse_shape
+
+
+@pytest.mark.parametrize("text,k,levels,nodes,columns", [
+    ("off", 0, 0, 1, 1), ("chain-1", 1, 1, 2, 2), ("chain-3", 1, 3, 4, 4), ("chain-16", 1, 16, 17, 17),
+    ("tree-2", 4, 4, 2, 12), ("tree-8", 4, 4, 8, 12), ("tree-9", 6, 5, 9, 24), ("tree-20", 6, 5, 20, 24),
+    ("tree-60", 10, 7, 60, 60), ("tree-128", 10, 7, 128, 128), ("tree-12-k2-d6", 2, 6, 12, 12), ("tree-128-k64-d2", 64, 2, 128, 128),
+])
+def test_named_shapes(text, k, levels, nodes, columns):
+    s = parse_shape(text)
+    assert (s.name, s.k, s.levels, s.nodes, s.columns) == (text, k, levels, nodes, columns)
+    assert s.speculative == (nodes > 1)
+
+
+@pytest.mark.parametrize("text", [
+    "", "on", "auto", "chain", "chain-", "chain-0", "chain-17", "chain--2", "chain-2.5", "chain-3 ", " chain-3", "chain-3\n", "Chain-3",
+    "tree-1", "tree-129", "tree-8-k4", "tree-8-d4", "tree-8-k0-d4", "tree-8-k4-d0", "tree-8-k65-d1", "tree-8-k4-d17", "tree-8-k16-d9",
+    "chain-\u0663",
+])
+def test_other_names_are_refused_with_the_choices(text):
+    with pytest.raises(ValueError, match=r"tree: the shape must be off, auto, chain-K \(1..16\), .*; got .*Fix: try chain-3 or tree-20"):
+        parse_shape(text)
+
+
+SHAPES = tuple(parse_shape(s) for s in AUTO)
+GOOD = {"chain-2": 1.2, "chain-3": 1.4, "tree-8": 2.0, "tree-20": 2.6}       # accepted drafts a round
+BAD = dict.fromkeys(GOOD, 0.1)
+FAST = {"off": 10.0, "chain-2": 13.0, "chain-3": 14.0, "tree-8": 16.0, "tree-20": 22.0}
+SLOW = {"off": 10.0, "chain-2": 35.0, "chain-3": 40.0, "tree-8": 45.0, "tree-20": 60.0}
+
+
+def drive(c: Controller, rounds: int, ms: dict, accepted: dict) -> list:
+    """Names of the shapes chosen while rounds take `ms` and accept `accepted`."""
+    names = []
+    for _ in range(rounds):
+        shape = c.choose()
+        names.append(shape.name)
+        c.observe(shape, accepted.get(shape.name, 0.0), ms[shape.name])
+    return names
+
+
+@pytest.mark.parametrize("ms,accepted", [(FAST, GOOD), (FAST, BAD), (SLOW, GOOD), (FAST, dict.fromkeys(GOOD, 1.5)),
+                                         ({**FAST, "tree-20": 15.0}, GOOD)])
+def test_a_good_choice_is_reached_and_kept(ms, accepted):
+    """Within 15 % of the best rate (shapes that the priors rank low may stay untried), after at most 80 rounds."""
+    c = Controller(SHAPES, dict(ms))
+    names = drive(c, 400, ms, accepted)
+    rate = {n: (1 + accepted.get(n, 0.0)) / ms[n] for n in ms}
+    late = names[80:]
+    assert sum(rate[n] for n in late) / len(late) >= 0.85 * max(rate.values())
+    assert late.count(late[-1]) >= 0.9 * len(late)
+    assert (late[-1] == "off") == (max(rate, key=rate.get) == "off")
+    assert c.reason.startswith(late[-1] + ": tau") and "break-even" in c.reason
+
+
+def test_a_draft_that_accepts_nothing_is_switched_off_soon():
+    names = drive(Controller(SHAPES, dict(FAST)), 60, FAST, BAD)
+    assert names[0] != "off" and names.index("off") <= 24
+
+
+def test_a_slow_draft_is_never_tried_beyond_probes():
+    c = Controller(SHAPES, dict(SLOW))
+    names = drive(c, 95, SLOW, GOOD)
+    assert set(names) == {"off"}
+
+
+def test_probing_while_off_is_bounded_and_goes_on():
+    """Two rounds in a row of one speculative shape every 96 plain rounds: no more, no fewer."""
+    c = Controller(SHAPES, dict(SLOW))
+    names = drive(c, 1000, SLOW, BAD)
+    probes = [i for i, n in enumerate(names) if n != "off"]
+    assert len(probes) == 2 * (1000 // 97)
+    assert all(b - a == 1 and names[a] == names[b] for a, b in zip(probes[::2], probes[1::2]))
+    assert all(b - a >= 96 for a, b in zip(probes[1::2], probes[2::2]))
+    assert c.accepted[names[probes[0]]][1] >= 2
+
+
+def test_it_comes_back_when_the_text_becomes_predictable_again():
+    c = Controller(SHAPES, dict(FAST))
+    first = drive(c, 300, FAST, BAD)
+    assert first[-1] == "off"
+    later = drive(c, 3000, FAST, GOOD)
+    assert later[-1] != "off" and later[-200:].count("off") == 0
+
+
+def test_it_follows_round_times_that_change():
+    """A context that grows makes drafting dearer: the estimate of the running shape follows within some 60 rounds."""
+    c = Controller(SHAPES, dict(FAST))
+    assert drive(c, 200, FAST, GOOD)[-1] != "off"
+    dear = {n: ms * (1 if n == "off" else 4) for n, ms in FAST.items()}
+    names = drive(c, 400, dear, GOOD)
+    assert names[-1] == "off" and names.count("off") > 200
+
+
+def test_a_small_advantage_does_not_switch():
+    two = (OFF, parse_shape("chain-2"))
+    c = Controller(two, {"off": 10.0, "chain-2": 18.7})  # the prior: 1.9 tokens in 18.7 ms, 1.6 % better
+    c.current = OFF
+    assert c.choose() is OFF
+    c = Controller(two, {"off": 10.0, "chain-2": 18.0})  # 5.6 % better
+    c.current = OFF
+    assert c.choose().name == "chain-2"
+    c = Controller(two, {"off": 10.0, "chain-2": 19.3})  # 1.6 % worse, but running
+    c.current = two[1]
+    assert c.choose().name == "chain-2"
+
+
+def test_definitions():
+    c = Controller(SHAPES, dict(FAST), trust=4)
+    chain = parse_shape("chain-2")
+    assert c.tau(OFF) == 1.0 and c.rate(OFF) == 100.0 and c.break_even(chain) == pytest.approx(1.3)
+    assert c.tau(chain) == pytest.approx(1.9)  # the prior
+    for a in (2.0, 0.0, 1.0):
+        c.observe(chain, a, 13.0)
+    assert c.accepted["chain-2"] == (pytest.approx(1.0), 3) and c.tau(chain) == pytest.approx(1 + c.ratio * 0.9)
+    c.observe(chain, 2.0, 13.0)
+    assert c.tau(chain) == pytest.approx(2.25)  # its own mean from the fourth round on
+    assert c.rate(chain) == pytest.approx(1000 * 2.25 / 13)
+    c.observe(chain, 2.0, 33.0)
+    assert c.round_ms["chain-2"] == pytest.approx(14.0)
+    before = dict(c.accepted)
+    c.observe(OFF, 0.0, 10.0)
+    assert c.accepted == before
+    # one shape's measurements move what is expected of those that have not run
+    low = Controller(SHAPES, dict(FAST))
+    for _ in range(60):
+        low.observe(chain, 0.09, 13.0)
+    assert low.tau(parse_shape("tree-20")) == pytest.approx(1 + 0.1 * 1.65, rel=0.1)
