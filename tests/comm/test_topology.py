@@ -328,6 +328,7 @@ def test_nccl_order_env_then_mapped_then_wheel(tmp_path):
     env = compile_library(tmp_path / "env/libother.so", FAKE_NCCL, "-DVERSION=22707")
     mapped = compile_library(tmp_path / "mapped/libnccl.so.2", FAKE_NCCL, "-DVERSION=23203", soname)
     wheel = compile_library(tmp_path / "site/nvidia/nccl/lib/libnccl.so.2", FAKE_NCCL, "-DVERSION=2804")
+    (tmp_path / "site/nvidia/__init__.py").touch()  # before a real nvidia package of this environment
     site = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
     ask = "print(json.dumps(t.nccl_library()))"
     load = f"ctypes.CDLL({str(mapped)!r})\n"
