@@ -47,7 +47,8 @@ $(VENV)/.torch:
 
 # Without a GPU the CUDA kernels would only cost build time.
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
-	nvidia-smi -L >/dev/null 2>&1 || export FASTVERIFY_NO_CUDA=1; $(PIP) install --no-build-isolation .
+	@echo "building fastverify: a minute or two for the CPU ops, up to 12 with CUDA kernels"
+	@nvidia-smi -L >/dev/null 2>&1 || export FASTVERIFY_NO_CUDA=1; $(PIP) install -q --no-build-isolation .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml

@@ -1,5 +1,6 @@
 """Is everything here that a build needs? Standard library only; prints one line, or what is missing and what to type."""
 
+import os
 import platform
 import shlex
 import shutil
@@ -10,7 +11,14 @@ import tempfile
 from pathlib import Path
 
 GIB = 2**30
-PROGRAM = '#include <Python.h>\n#include <concepts>\nint main(int n, char**) { if (n > 9) [[unlikely]] return 1; return 0; }\n'
+PROGRAM = """
+#include <Python.h>
+#include <concepts>
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+__attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#endif
+int probe(int n) { if (n > 9) [[unlikely]] return 1; return n; }
+"""
 
 
 def run(command: list) -> "subprocess.CompletedProcess | None":
@@ -27,9 +35,9 @@ def has_gpu() -> bool:
 
 def install_line(packages: list) -> str:
     """The one line that installs what is missing, for the package manager at hand."""
-    sudo = "" if Path("/usr/bin/sudo").exists() is False else "sudo "
+    sudo = "sudo " if os.geteuid() != 0 and shutil.which("sudo") else ""
     if shutil.which("dnf"):
-        names = {"g++": "gcc-c++", "make": "make"}
+        names = {"g++": "gcc-c++", "g++-12": "gcc-toolset-12-gcc-c++", "make": "make"}
         fixed = [names.get(p, "python3-devel" if p.endswith("-dev") else "python3") for p in packages]
         return f"{sudo}dnf install -y {' '.join(dict.fromkeys(fixed))}"
     return f"{sudo}apt-get update && {sudo}apt-get install -y {' '.join(packages)}"
@@ -44,7 +52,8 @@ def main() -> int:
     if not sys.platform.startswith("linux"):
         missing.append(f"the system must be Linux; this is {sys.platform} (on Windows, WSL 2 works)")
 
-    compiler = next((c for c in ("c++", "g++") if shutil.which(c)), None)
+    asked = os.environ.get("CXX", "").split()
+    compiler = next((c for c in (*asked[:1], "c++", "g++") if shutil.which(c)), None)
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.exists():
         missing.append(f"Python's C headers: no {header}")
@@ -56,10 +65,11 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "probe.cpp"
             source.write_text(PROGRAM)
-            done = run([compiler, "-std=c++20", "-fsyntax-only", f"-I{header.parent}", str(source)])
+            done = run([compiler, "-std=c++20", "-fPIC", "-c", f"-I{header.parent}", str(source), "-o", f"{source}.o"])
         if done is None or done.returncode != 0:
-            missing.append(f"a compiler that knows C++20 (GCC >= 11 or Clang >= 14): {compiler} does not")
-            packages.append("g++")
+            missing.append(f"a compiler for C++20 and x86-64-v4 clones (GCC >= 12 or Clang >= 14): {compiler} fails; after "
+                           "the line below, set CXX=g++-12")
+            packages.append("g++-12")
     if not shutil.which("make"):
         packages.append("make")
     try:

@@ -172,3 +172,28 @@ def test_cmake_refuses_architectures_nvcc_does_not_know(configure):
         pytest.skip("no nvcc on PATH")
     code, text = configure("-DFASTVERIFY_CUDA_ARCHS=7")
     assert code != 0 and re.search(r"FASTVERIFY_CUDA_ARCHS must name an architecture nvcc [\d.]+ knows; got '7'\. Fix: ", text)
+
+
+# ---- preflight ----------------------------------------------------------------------------------------------------
+
+def preflight(path: object) -> tuple:
+    env = {k: v for k, v in os.environ.items() if k != "CXX"} | {"PATH": str(path)}
+    done = subprocess.run([sys.executable, str(ROOT / ".ci/preflight.py")], env=env, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr.splitlines()
+
+
+def test_preflight_names_what_is_missing_and_the_line_to_type(tmp_path):
+    code, _, lines = preflight(tmp_path)
+    assert code == 1 and "  - a C++ compiler: no c++ or g++ on PATH" in lines
+    assert lines[-2] == "Type:" and re.fullmatch(r"  apt-get update && apt-get install -y .*\bg\+\+ .*make", lines[-1])
+    (tmp_path / "c++").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "c++").chmod(0o755)
+    code, _, lines = preflight(tmp_path)
+    assert code == 1 and any("c++ fails" in line for line in lines) and "g++-12" in lines[-1]
+
+
+def test_preflight_is_content_where_this_package_was_built():
+    if not (shutil.which("c++") or shutil.which("g++")):
+        pytest.skip("no C++ compiler on PATH")
+    code, out, lines = preflight(os.environ["PATH"])
+    assert (code == 0) == out.startswith("preflight: Python ") and (code == 0 or any("disk" in line for line in lines))
