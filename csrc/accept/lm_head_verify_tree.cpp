@@ -100,7 +100,7 @@ void lm_head_verify_tree_cpu(
                     const bool bad = process_row(logits.data() + i * kTile, LogitType::kFloat, n, v, p,
                                                  extras_of(it.b, it.row, v, it.above.data(), num_above), s);
                     const float zmax = row_max(s);
-                    const uint32_t t = static_cast<uint32_t>(in.prefix_len[it.b] + num_above + 1);
+                    const uint32_t t = static_cast<uint32_t>(in.prefix_len[it.b]) + num_above + 1;
                     const uint64_t key = zmax > -kInf ? best_key(s, n, v, p, zmax, -kInf, t) : 0;
                     keys[tile * count + i] = key | (bad ? kKeyBad : 0);
                 }
@@ -132,7 +132,7 @@ void lm_head_verify_tree_cpu(
                               row_logits.data() + v, kTile);
                 }
             });
-            const uint32_t t = static_cast<uint32_t>(in.prefix_len[b] + depth + 1);
+            const uint32_t t = static_cast<uint32_t>(in.prefix_len[b]) + depth + 1;
             const RowResult r = choose_token(row_logits.data(), LogitType::kFloat, vocab_size, p,
                                              extras_of(b, row, 0, ancestors, depth), t);
             Chosen c{r.key != 0, static_cast<int64_t>(key_id(r.key)), r.bad, 0.0f};

@@ -50,7 +50,7 @@ void verify_tree_cpu(
                 extras.ancestors = ancestors;
                 extras.num_ancestors = depth;
                 extras.penalties = in.penalties != nullptr;
-                const uint32_t t = static_cast<uint32_t>(in.prefix_len[b] + depth + 1);
+                const uint32_t t = static_cast<uint32_t>(in.prefix_len[b]) + depth + 1;
                 const RowResult r = choose_token(x, type, vocab_size, p, extras, t);
                 Chosen c{r.key != 0, static_cast<int64_t>(key_id(r.key)), r.bad, 0.0f};
                 if (c.has_token && out.logprobs) {

@@ -119,7 +119,7 @@ void verify_tree_partials_cpu(
             RowScratch& s = row_scratch();
             const void* data = row_pointer(logits, row);
             const bool bad = process_row(data, type, n, vocab_offset, p, x, s);
-            const uint32_t t = static_cast<uint32_t>(in.prefix_len[it.b] + x.num_ancestors + 1);
+            const uint32_t t = static_cast<uint32_t>(in.prefix_len[it.b]) + x.num_ancestors + 1;
             write_words(s, data, type, n, vocab_offset, p, bad, t, kind, static_cast<int>(num_rounds),
                         state_ptr + row * kStateWords, out + row * words);
         }
