@@ -1,0 +1,101 @@
+"""fastverify trace: profiler traces of all ranks; whose time the communication of a step is."""
+
+import argparse
+import re
+from pathlib import Path
+
+from .output import Output
+
+
+def add_parser(commands) -> argparse.ArgumentParser:
+    text = ("Reads torch profiler traces (plain or .gz) of all ranks, from SGLang, vLLM or any loop; matches their collectives; splits "
+            "each into wire, waiting and launch gap; and names the rank that the others wait for.")
+    parser = commands.add_parser("trace", help="where the communication time of a step goes", description=text)
+    parser.add_argument("traces", nargs="+", metavar="RANK.json[.gz]", help="one file per rank of one run")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="rows of steps to print (default 10; 0: none)")
+    parser.add_argument("--step-name", metavar="REGEX", help="annotations that mark steps (default: ProfilerStep#N and those of "
+                        "vLLM and SGLang)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with every step, and nothing else")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.steps < 0:
+        raise ValueError(f"trace: steps must be at least 0; got {args.steps}. Fix: change --steps.")
+    try:
+        re.compile(args.step_name or "")
+    except re.error as exc:
+        raise ValueError(f"trace: step_name must be a regular expression; got {args.step_name!r} ({exc}). "
+                         "Fix: change --step-name.") from None
+    sizes = [Path(p).stat().st_size for p in args.traces]
+    if len(args.traces) < 2:
+        raise ValueError("trace: at least two ranks must be given, since waiting is what one rank has more than another; got 1 file. "
+                         "Fix: pass the traces of every rank.")
+    from ..trace import account, read_rank
+    out = Output(json_only=args.json)
+    ranks = []
+    with out.progress("reading traces", sum(sizes), bytes_=True) as update:
+        for i, path in enumerate(args.traces):
+            before = sum(sizes[:i])
+            ranks.append(read_rank(path, args.step_name, lambda done: update(before + done)))  # noqa: B023 (called at once)
+    report = account(ranks)
+    for note in report.notes:
+        out.note(f"fastverify: trace: {note}")
+    if args.json:
+        out.json(as_dict(report))
+    else:
+        _show(out, report, args.steps)
+    return 0
+
+
+def _show(out: Output, report, shown_steps: int) -> None:
+    from ..trace.advice import advice, mean_sentence, step_sentence
+    what = {"kernel": "GPU kernels", "host": "host annotations", "param": "host calls"}[report.source]
+    steps = f"{len(report.steps)} steps" if len(report.steps) > 1 else "1 step"
+    out.line(f"{len(report.ranks)} ranks, {report.number} collectives ({what}) in {steps}; rank {report.ranks[report.shown]} stands "
+             "for the others")
+    out.line()
+    out.line(mean_sentence(report) + (f"   per step of {report.span:.1f} ms"), style="bold")
+    out.line()
+    if shown_steps and len(report.steps) > 1:
+        rows = [[s.name, str(len(s.kinds)), f"{s.span[report.shown] / 1e3:.2f}", step_sentence(s, report)]
+                for s in report.steps[:shown_steps]]
+        out.table(["step", "collectives", "ms", "communication"], rows)
+        if len(report.steps) > shown_steps:
+            out.line(f"... and {len(report.steps) - shown_steps} more steps (--steps)")
+        out.line()
+    last = [sum(int((s.last == r).sum()) for s in report.steps) for r in range(len(report.ranks))]
+    rows = []
+    for r, rank in enumerate(report.ranks):
+        a = report.total(r)
+        drift = f"{report.drifts[r] * 1e6:+.1f}" if report.drifts[r] else ""
+        rows.append([str(rank), f"{a.wire:.3f}", f"{a.waiting:.3f}", f"{a.gaps:.3f}", str(last[r]),
+                     f"{report.offsets[r]:+.1f}", f"{report.spreads[r]:.1f}", drift])
+    out.table(["rank", "wire ms", "waiting ms", "gaps ms", "arrives last", "clock offset us", "+-", "drift ppm"], rows)
+    out.line()
+    for line in advice(report):
+        out.line(line)
+
+
+def as_dict(report) -> dict:
+    """The JSON of a report. Times in ms per step unless the name says us."""
+    from ..trace.advice import advice, mean_sentence, step_sentence
+
+    def parts(a, waiting_for) -> dict:
+        named = {str(rank): float(v) for rank, v in zip(report.ranks, waiting_for)}
+        return {"communication": a.communication, "wire": a.wire, "waiting": a.waiting, "gaps": a.gaps,
+                "waiting_for": named | {"nobody": float(waiting_for[-1])}}
+
+    shown = report.shown
+    return {
+        "source": report.source, "collectives": report.number, "number_of_steps": len(report.steps),
+        "shown_rank": report.ranks[shown], "late_rank": None if report.late is None else report.ranks[report.late],
+        "late_count": report.late_count, "step_ms": report.span, "account": mean_sentence(report),
+        **parts(report.total(shown), report.waiting_for(shown)),
+        "ranks": [{"rank": rank, "clock_offset_us": float(report.offsets[r]), "clock_spread_us": float(report.spreads[r]),
+                   "clock_drift_ppm": float(report.drifts[r] * 1e6), **parts(report.total(r), report.waiting_for(r))}
+                  for r, rank in enumerate(report.ranks)],
+        "steps": [{"name": s.name, "collectives": len(s.kinds), "step_ms": float(s.span[shown]) / 1e3,
+                   "account": step_sentence(s, report), **parts(s.account(shown), s.waiting_for(shown))} for s in report.steps],
+        "advice": advice(report), "notes": report.notes,
+    }
