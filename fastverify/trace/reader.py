@@ -78,7 +78,7 @@ class TraceReader:
                     return value
             except json.JSONDecodeError:
                 if len(self._text) - self._at > LARGEST_EVENT:
-                    raise EOFError(f"it is no JSON at character {self._dropped + self._at}") from None
+                    raise EOFError(f"what it holds is no JSON at character {self._dropped + self._at}") from None
             if not self._fill() and self._text[self._at:] == "":
                 raise EOFError("it ends in the middle of a value")
             if self._ended:
@@ -93,7 +93,8 @@ class TraceReader:
     def _document(self) -> Iterator[dict]:
         first = self._skip(_SPACE)
         if first not in ("{", "["):
-            raise self._no_trace("a JSON object or array" if first or not self.damage else "a whole gzip stream")
+            raise self._no_trace("a JSON object or array", self.damage or (f"its first character is {first!r}" if first else
+                                                                           "it is empty"))
         self._at += 1
         try:
             if first == "[":
@@ -103,7 +104,7 @@ class TraceReader:
         except EOFError as exc:
             self.damage = self.damage or str(exc)
         if "traceEvents" not in self.header:
-            raise self._no_trace("\"traceEvents\"" + (f" ({self.damage})" if self.damage else ""))
+            raise self._no_trace('"traceEvents"', self.damage or "it has none")
 
     def _members(self) -> Iterator[dict]:
         while (char := self._skip(_BLANK)) != "}":
@@ -111,7 +112,7 @@ class TraceReader:
                 raise EOFError("it ends before its closing brace")
             key = self._value()
             if self._skip(_SPACE) != ":":
-                raise EOFError(f"it is no JSON at character {self._dropped + self._at}")
+                raise EOFError(f"what it holds is no JSON at character {self._dropped + self._at}")
             self._at += 1
             if key == "traceEvents" and self._skip(_SPACE) == "[":
                 self._at += 1
@@ -132,8 +133,8 @@ class TraceReader:
                 yield event
         self._at += 1
 
-    def _no_trace(self, must: str) -> ValueError:
-        return ValueError(f"trace: {self.path} must be a torch profiler (Chrome JSON) trace with {must}; got something else. "
+    def _no_trace(self, must: str, got: str) -> ValueError:
+        return ValueError(f"trace: {self.path} must be a torch profiler trace (Chrome JSON), with {must}; got another file: {got}. "
                           "Fix: export it with torch.profiler's export_chrome_trace.")
 
 
@@ -144,12 +145,12 @@ class _Gunzip:
         self._raw, self._zlib, self._input = raw, zlib.decompressobj(31), b""
 
     def read(self) -> bytes:
-        """At most CHUNK bytes; b"" at the end. EOFError where the file ends inside a member, zlib.error where it is damaged."""
+        """Some bytes, at most CHUNK; b"" at the end. EOFError where the file ends inside a member, zlib.error where it is damaged."""
         while True:
             self._input = self._input or self._raw.read(CHUNK // 4)
             if self._zlib.eof and self._input:
                 self._zlib = zlib.decompressobj(31)
-            data = self._zlib.decompress(self._input, CHUNK)
+            data = self._zlib.decompress(self._input, min(CHUNK, 1 << 16))  # damage costs at most this much
             ended = not self._input
             self._input = self._zlib.unused_data if self._zlib.eof else self._zlib.unconsumed_tail
             if data:

@@ -176,11 +176,12 @@ def test_refusals(trace, tmp_path):
     refused(trace(*none), "every trace must hold collectives")
     refused(trace(*write(tmp_path, [per_rank[0], [e for e in per_rank[1] if e["name"] != NCCL]])), "of rank 1")
     (tmp_path / "text").write_text("hello")
-    refused(trace(tmp_path / "text", paths[0]), "must be a torch profiler (Chrome JSON) trace with a JSON object or array")
+    refused(trace(tmp_path / "text", paths[0]), "must be a torch profiler trace (Chrome JSON), with a JSON object or array; got another file: its "
+            "first character is 'h'.")
     (tmp_path / "config").write_text('{"a": {"b": [1]}}')
-    refused(trace(tmp_path / "config", paths[0]), 'trace with "traceEvents"')
+    refused(trace(tmp_path / "config", paths[0]), 'with "traceEvents"; got another file: it has none')
     (tmp_path / "empty").write_text("")
-    refused(trace(tmp_path / "empty", paths[0]), "must be a torch profiler")
+    refused(trace(tmp_path / "empty", paths[0]), "got another file: it is empty")
 
 
 def test_missing_file(trace, tmp_path):
