@@ -27,6 +27,9 @@ def run(args: argparse.Namespace) -> int:
     except re.error as exc:
         raise ValueError(f"trace: step_name must be a regular expression; got {args.step_name!r} ({exc}). "
                          "Fix: change --step-name.") from None
+    for path in args.traces:
+        if not Path(path).is_file():
+            raise ValueError(f"trace: every trace must be an existing file; got {path}. Fix: check the path.")
     sizes = [Path(p).stat().st_size for p in args.traces]
     if len(args.traces) < 2:
         raise ValueError("trace: at least two ranks must be given, since waiting is what one rank has more than another; got 1 file. "
