@@ -94,7 +94,8 @@ def read_config(config: dict) -> Weights:
 
     layers, hidden, heads = need("num_hidden_layers"), need("hidden_size"), need("num_attention_heads")
     if not (layers and hidden and heads):
-        raise ValueError("plan: layers, hidden size and heads of the config must be at least 1; got 0. Fix: repair the config.")
+        raise ValueError("plan: layers, hidden size and heads of the config must be at least 1; got 0. "
+                         "Fix: repair the config.")
     if config.get("kv_lora_rank"):
         rank, rope, nope, value = (need(n) for n in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
         q_rank = need("q_lora_rank", default=0)
@@ -108,7 +109,8 @@ def read_config(config: dict) -> Weights:
     experts = need("n_routed_experts", "num_local_experts", "num_experts", default=0)
     head = hidden * need("vocab_size")
     if not experts:
-        return Weights(layers, hidden, layers * (attention + 3 * hidden * need("intermediate_size")) + head, kv_values=layers * kv)
+        mlp = 3 * hidden * need("intermediate_size")
+        return Weights(layers, hidden, layers * (attention + mlp) + head, kv_values=layers * kv)
     width = need("moe_intermediate_size", "intermediate_size")
     dense = min(layers, need("first_k_dense_replace", default=0))
     moe = layers - dense
@@ -155,6 +157,7 @@ def forward(weights: Weights, machine: Machine, rows: int, small_us: float) -> F
     per_ms = machine.ranks * machine.memory_gb_s * 1e6
     message = rows * weights.hidden * machine.activation_bytes
     each = allreduce_us(small_us, message, machine.ranks, machine.link_gb_s) if machine.ranks > 1 else 0.0
-    return Forward(rows, weights.shared * machine.shared_bits / 8 / per_ms, weights.expert_bytes(rows, machine.expert_bits) / per_ms,
+    return Forward(rows, weights.shared * machine.shared_bits / 8 / per_ms,
+                   weights.expert_bytes(rows, machine.expert_bits) / per_ms,
                    weights.kv_values * machine.context * machine.activation_bytes / per_ms,
                    weights.allreduces * each / 1e3 if machine.ranks > 1 else 0.0, each, message)

@@ -10,10 +10,10 @@ def add_parser(commands) -> argparse.ArgumentParser:
     text = ("Break-even accept length, tok/s against accept length, and what to change first. From measured times (--plain-ms, "
             "--verify-ms, --draft-ms) or from a model (--config, --memory-gbs, --draft-step-ms).")
     parser = commands.add_parser("plan", help="does speculation pay: the arithmetic", description=text)
-    parser.add_argument("--tau", default="1.5,2,2.5,3", metavar="X,...", help="accept lengths of the table (default 1.5,2,2.5,3)")
-    parser.add_argument("--other-ms", type=float, default=0.0, metavar="MS", help="of a round, beside draft and verify (default 0)")
-    parser.add_argument("--allreduce", metavar="NAME|US,...", help="nccl-misconfigured (205 us), nccl-p2p (24 to 56), host-mailbox "
-                        "(17 to 25), kernel (10), nvlink-kernel (6 to 7), or microseconds")
+    parser.add_argument("--tau", default="1.5,2,2.5,3", metavar="X,...", help="accept lengths (default 1.5,2,2.5,3)")
+    parser.add_argument("--other-ms", type=float, default=0.0, metavar="MS", help="the rest of a round (default 0)")
+    parser.add_argument("--allreduce", metavar="NAME|US,...", help="nccl-misconfigured (205 us), nccl-p2p (24 to 56), "
+                        "host-mailbox (17 to 25), kernel (10), nvlink-kernel (6 to 7), or microseconds")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     g = parser.add_argument_group("from measured times")
     g.add_argument("--plain-ms", type=float, metavar="MS", help="plain decoding, per token")
@@ -33,7 +33,7 @@ def add_parser(commands) -> argparse.ArgumentParser:
     m.add_argument("--draft-step-ms", type=float, metavar="MS", help="one level of the draft")
     m.add_argument("--shapes", default="chain-1,chain-2,chain-3,chain-5,tree-8,tree-20,tree-60", metavar="SHAPE,...",
                    help="default: chain-1,2,3,5 and tree-8,20,60")
-    m.add_argument("--accept", metavar="RATE,...", help="acceptance per depth given the depth before: accept lengths of chains")
+    m.add_argument("--accept", metavar="RATE,...", help="acceptance per depth, given the depth before: tau of chains")
     return parser
 
 

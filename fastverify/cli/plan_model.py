@@ -10,14 +10,14 @@ from ..eagle3.shapes import parse_shape
 from .output import Output
 from .plan import allreduce_times, numbers
 
+FASTEST = {"pcie5": "kernel", "pcie4": "kernel", "nvlink": "nvlink-kernel", "host": "host-mailbox"}  # per link
+
 
 def compute(args: argparse.Namespace, taus: list) -> dict:
     """The JSON of a plan."""
     weights = read_config(_config(args.config))
     machine = Machine(args.ranks, args.memory_gbs, LINK_GB_S[args.link], args.expert_bits, args.shared_bits, args.context)
-    default = "nvlink-kernel" if args.link == "nvlink" else "nccl-misconfigured,nccl-p2p," + ("host-mailbox" if args.link == "host"
-                                                                                            else "kernel")
-    times = allreduce_times(args.allreduce or default) if args.ranks > 1 else [("none", 0.0)]
+    times = allreduce_times(args.allreduce or f"nccl-misconfigured,nccl-p2p,{FASTEST[args.link]}") if args.ranks > 1 else [("none", 0.0)]
     names = list(dict.fromkeys(args.shapes.split(",")))
     if "auto" in names:
         raise ValueError("plan: shapes must be fixed ones; got auto. Fix: name them, as --shapes chain-3,tree-20.")
@@ -41,13 +41,14 @@ def compute(args: argparse.Namespace, taus: list) -> dict:
                 "tokens_per_second": {f"{t:g}": tokens_per_second(t, total) for t in taus}})
     return {"layers": weights.layers, "hidden": weights.hidden, "experts": weights.experts, "top_k": weights.top_k,
             "allreduces": weights.allreduces if args.ranks > 1 else 0, "ranks": args.ranks, "rows": rows,
-            "change_first": _change_first(rows)}
+            "change_first": _change_first(rows, ALLREDUCE_US[FASTEST[args.link]][0])}
 
 
 def _config(path: str) -> dict:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise ValueError(f"plan: config must be an existing file, or a folder with config.json; got {path}. Fix: check the path.")
+        raise ValueError(f"plan: config must be an existing file, or a folder with config.json; got {path}. "
+                         "Fix: check the path.")
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -57,20 +58,19 @@ def _config(path: str) -> dict:
     return data
 
 
-def _change_first(rows: list) -> list:
+def _change_first(rows: list, reachable_us: float) -> list:
     """One line per all-reduce time: what a round of its best shape (lowest break-even without --accept) spends most on."""
     lines = []
     by_time: dict = {}
     for r in rows:
         by_time.setdefault((r["allreduce"], r["allreduce_us"]), []).append(r)
-    best = min(r["allreduce_us"] for r in rows)
     for (name, us), group in by_time.items():
         r = max(group, key=lambda r: (r["speed_up"] or 0.0, -r["break_even_tau"]))
         where = f"{name} ({us:g} us), {r['shape']}" if us else r["shape"]
         parts = {"all-reduces": r["allreduce_ms"], "expert weights": r["experts_ms"], "other weights": r["shared_ms"],
                  "KV cache": r["kv_ms"], "draft": r["draft_ms"]}
         part = max(parts, key=parts.get)
-        advice = {"all-reduces": f"a faster all-reduce ({min(best, ALLREDUCE_US['kernel'][0]):g} us)" if us > best else
+        advice = {"all-reduces": f"a faster all-reduce ({reachable_us:g} us)" if us > reachable_us else
                   "fewer bytes and fewer collectives (fusion with the norm)",
                   "expert weights": "fewer rows: chains or small trees; fewer bits per expert weight",
                   "other weights": "fewer bits per weight; more rows are nearly free", "KV cache": "a smaller KV dtype",
@@ -81,8 +81,8 @@ def _change_first(rows: list) -> list:
 
 def show(out: Output, data: dict) -> None:
     moe = f", {data['experts']} experts, top-{data['top_k']}" if data["experts"] else ", dense"
-    out.line(f"{data['layers']} layers, hidden {data['hidden']}{moe}; {data['ranks']} ranks, {data['allreduces']} all-reduces a forward. "
-             "Bytes over bandwidth: no launch gaps, no skew")
+    out.line(f"{data['layers']} layers, hidden {data['hidden']}{moe}; {data['ranks']} ranks, {data['allreduces']} all-reduces a "
+             "forward. Bytes over bandwidth: no launch gaps, no skew")
     taus = list(data["rows"][0]["tokens_per_second"])
     with_tau = any(r["tau"] is not None for r in data["rows"])
     seen: dict = {}
@@ -96,7 +96,8 @@ def show(out: Output, data: dict) -> None:
         table = []
         for r in rows:
             row = [r["shape"], str(r["rows"])] + ([f"{r['experts']:.0f}"] if data["experts"] else [])
-            row += [f"{r['allreduce_each_us']:.1f}", f"{r['verify_ms']:.2f}", f"{r['round_ms']:.2f}", f"{r['break_even_tau']:.2f}"]
+            row += [f"{r['allreduce_each_us']:.1f}"]
+            row += [f"{r[key]:.2f}" for key in ("verify_ms", "round_ms", "break_even_tau")]
             if with_tau:
                 row += ["", ""] if r["tau"] is None else [f"{r['tau']:.2f}", f"{r['speed_up']:.2f}"]
             table.append(row + [f"{r['tokens_per_second'][t]:.0f}" for t in taus])

@@ -16,24 +16,26 @@ def compute(args: argparse.Namespace, taus: list) -> dict:
     notes = []
     if args.allreduce_us is not None:
         if not args.allreduces:
-            raise ValueError("plan: allreduces must be given with --allreduce-us; got none. Fix: add --allreduces (two per layer).")
+            raise ValueError("plan: allreduces must be given with --allreduce-us; got none. "
+                             "Fix: add --allreduces (two per layer).")
         now = args.allreduces * args.allreduce_us / 1e3
         rest = args.verify_ms - now
         if rest < 0:
             raise ValueError(f"plan: the all-reduces must fit into the verify; got {args.allreduces} x {args.allreduce_us:g} us = "
                              f"{now:.1f} ms in {args.verify_ms:g} ms. Fix: change --allreduces or --allreduce-us.")
-        notes.append(f"all-reduces: {args.allreduces} x {args.allreduce_us:g} us = {now:.1f} ms of the {args.verify_ms:g} ms verify; the "
-                     f"other {rest:.1f} ms are held")
+        notes.append(f"all-reduces: {args.allreduces} x {args.allreduce_us:g} us = {now:.1f} ms of the {args.verify_ms:g} ms "
+                     f"verify; the other {rest:.1f} ms are held")
         wanted = args.allreduce if args.allreduce is not None else "nccl-misconfigured,nccl-p2p,kernel"
         verifies += [(name, us, rest + args.allreduces * us / 1e3) for name, us in allreduce_times(wanted)
                      if us != args.allreduce_us]
         if now > args.plain_ms:
             notes.append(f"plain decoding makes the same {args.allreduces} all-reduces within {args.plain_ms:g} ms, so in at most "
-                         f"{1e3 * args.plain_ms / args.allreduces:.0f} us each: {args.allreduce_us:g} us is not what the wire costs. Verify "
-                         "runs in another way (no CUDA graph, larger messages, a late rank): see fastverify trace")
+                         f"{1e3 * args.plain_ms / args.allreduces:.0f} us each: {args.allreduce_us:g} us is not what the wire "
+                         "costs. Verify runs in another way (no CUDA graph, larger messages, a late rank): see fastverify trace")
         notes.append("plain decoding is held as given; a faster all-reduce speeds it up as well")
     elif args.allreduce is not None or args.allreduces:
-        raise ValueError("plan: allreduce_us must be given with --allreduce and --allreduces; got none. Fix: add --allreduce-us.")
+        raise ValueError("plan: allreduce_us must be given with --allreduce and --allreduces; got none. "
+                         "Fix: add --allreduce-us.")
     rows = []
     for name, us, verify in verifies:
         for draft in drafts:
@@ -41,8 +43,9 @@ def compute(args: argparse.Namespace, taus: list) -> dict:
             rows.append({"allreduce": name, "allreduce_us": us, "verify_ms": verify, "draft_ms": draft, "round_ms": total,
                          "break_even_tau": break_even_tau(args.plain_ms, verify, draft, args.other_ms),
                          "tokens_per_second": {f"{t:g}": tokens_per_second(t, total) for t in taus}})
-    return {"plain_ms": args.plain_ms, "plain_tokens_per_second": 1e3 / args.plain_ms, "other_ms": args.other_ms, "rows": rows,
-            "reported": (reported := _reported(args.reported)), "one_configuration": _one(reported),
+    reported = _reported(args.reported)
+    return {"plain_ms": args.plain_ms, "plain_tokens_per_second": 1e3 / args.plain_ms, "other_ms": args.other_ms,
+            "rows": rows, "reported": reported, "one_configuration": _one(reported),
             "verdicts": _verdicts(rows, reported, args.plain_ms), "change_first": _change_first(args, drafts), "notes": notes}
 
 
@@ -78,7 +81,8 @@ def _verdicts(rows: list, reported: list, plain: float) -> list:
             lines.append(f"draft {r['draft_ms']:g} ms: {words}")
     if _one(reported) is False:
         rounds = [r["round_ms"] for r in reported]
-        listed = ", ".join(f"{r['tokens_per_second']:g} tok/s at tau {r['tau']:g} is a round of {r['round_ms']:.1f} ms" for r in reported)
+        listed = ", ".join(f"{r['tokens_per_second']:g} tok/s at tau {r['tau']:g} is a round of {r['round_ms']:.1f} ms"
+                           for r in reported)
         lines.append(f"{listed}: these are not one configuration (the rounds differ by {max(rounds) / min(rounds) - 1:.0%})")
         fits = [r for r in reported if r["round_ms"] < min(x["round_ms"] for x in now) / ONE_CONFIGURATION]
         if fits:
@@ -118,4 +122,5 @@ def show(out: Output, data: dict) -> None:
         out.line(line)
     out.line("change first:", style="bold")
     for i, c in enumerate(data["change_first"], 1):
-        out.line(f"{i}. {c['part']}: {c['what']}; saves {c['saves_ms']:.1f} ms a round, break-even tau {c['break_even_tau']:.2f}")
+        out.line(f"{i}. {c['part']}: {c['what']}; saves {c['saves_ms']:.1f} ms a round, break-even tau "
+                 f"{c['break_even_tau']:.2f}")

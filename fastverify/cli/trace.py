@@ -8,13 +8,14 @@ from .output import Output
 
 
 def add_parser(commands) -> argparse.ArgumentParser:
-    text = ("Reads torch profiler traces (plain or .gz) of all ranks, from SGLang, vLLM or any loop; matches their collectives; splits "
-            "each into wire, waiting and launch gap; and names the rank that the others wait for.")
+    text = ("Reads torch profiler traces (plain or .gz) of all ranks, from SGLang, vLLM or any loop; matches their collectives; "
+            "splits each into wire, waiting and launch gap; and names the rank that the others wait for.")
     parser = commands.add_parser("trace", help="where the communication time of a step goes", description=text)
     parser.add_argument("traces", nargs="+", metavar="RANK.json[.gz]", help="one file per rank of one run")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="rows of steps to print (default 10; 0: none)")
     parser.add_argument("--step-name", metavar="REGEX", help="annotations that mark steps (default: ProfilerStep#N and those of "
                         "vLLM and SGLang)")
+    parser.add_argument("--per-step", type=int, metavar="N", help="no annotations: so many collectives make a step")
     parser.add_argument("--json", action="store_true", help="print one JSON object with every step, and nothing else")
     return parser
 
@@ -22,6 +23,8 @@ def add_parser(commands) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     if args.steps < 0:
         raise ValueError(f"trace: steps must be at least 0; got {args.steps}. Fix: change --steps.")
+    if args.per_step is not None and args.per_step < 1:
+        raise ValueError(f"trace: per_step must be at least 1; got {args.per_step}. Fix: change --per-step.")
     try:
         re.compile(args.step_name or "")
     except re.error as exc:
@@ -32,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"trace: every trace must be an existing file; got {path}. Fix: check the path.")
     sizes = [Path(p).stat().st_size for p in args.traces]
     if len(args.traces) < 2:
-        raise ValueError("trace: at least two ranks must be given, since waiting is what one rank has more than another; got 1 file. "
-                         "Fix: pass the traces of every rank.")
+        raise ValueError("trace: at least two ranks must be given, since waiting is what one rank has more than another; got 1 "
+                         "file. Fix: pass the traces of every rank.")
     from ..trace import account, read_rank
     out = Output(json_only=args.json)
     ranks = []
@@ -41,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         for i, path in enumerate(args.traces):
             before = sum(sizes[:i])
             ranks.append(read_rank(path, args.step_name, lambda done: update(before + done)))  # noqa: B023 (called at once)
-    report = account(ranks)
+    report = account(ranks, args.per_step)
     for note in report.notes:
         out.note(f"fastverify: trace: {note}")
     if args.json:
@@ -55,8 +58,8 @@ def _show(out: Output, report, shown_steps: int) -> None:
     from ..trace.advice import advice, mean_sentence, step_sentence
     what = {"kernel": "GPU kernels", "host": "host annotations", "param": "host calls"}[report.source]
     steps = f"{len(report.steps)} steps" if len(report.steps) > 1 else "1 step"
-    out.line(f"{len(report.ranks)} ranks, {report.number} collectives ({what}) in {steps}; rank {report.ranks[report.shown]} stands "
-             "for the others")
+    out.line(f"{len(report.ranks)} ranks, {report.number} collectives ({what}) in {steps}; "
+             f"rank {report.ranks[report.shown]} stands for the others")
     out.line()
     out.line(mean_sentence(report) + (f"   per step of {report.span:.1f} ms"), style="bold")
     out.line()

@@ -1,8 +1,9 @@
 """Collectives of all ranks, matched; each split into wire, waiting and launch gap.
 
-A symmetric collective ends on all ranks at (nearly) the same moment, and cannot end before its last rank has arrived. So, per
-collective: wire = the shortest duration over the ranks (that of the rank that arrived last), waiting = a rank's duration minus
-wire, gap = time right before it in which that rank's GPU ran nothing. The common end also gives the offset between two ranks' clocks.
+A symmetric collective ends on all ranks at (nearly) the same moment, and cannot end before its last rank has arrived.
+So, per collective: wire = the shortest duration over the ranks (that of the rank that arrived last), waiting = a rank's
+duration minus wire, gap = time right before it in which that rank's GPU ran nothing. The common end also gives the offset
+between two ranks' clocks.
 """
 
 import re
@@ -67,9 +68,12 @@ class Step:
 
 @dataclass
 class Report:
-    """ranks: their numbers, in the order of the files. offsets, spreads in us; drifts: us per us. shown: index of the rank whose
-    account speaks for the others: the upper median by communication time, without the late rank. late: index of the rank that arrives last most often,
-    None if no rank does in half of the collectives in which somebody is late."""
+    """The account of a run.
+
+    ranks: their numbers, in the order of the files. offsets, spreads: us. drifts: us per us.
+    shown: index of the rank whose account speaks for the others: the upper median by communication time, without the late one.
+    late: index of the rank that arrives last most often; None if no rank does in half of the collectives in which one is late.
+    """
 
     ranks: list
     source: str
@@ -100,8 +104,9 @@ class Report:
         return float(np.mean([s.span[self.shown] for s in self.steps])) / 1e3
 
 
-def account(traces: list) -> Report:
-    """RankTraces of one run -> Report. Errors: ValueError, one sentence."""
+def account(traces: list, per_step: Optional[int] = None) -> Report:
+    """RankTraces of one run -> Report. per_step: so many collectives make a step, from the first one on, whatever is
+    annotated. Errors: ValueError, one sentence."""
     if len(traces) < 2:
         raise _error("at least two ranks must be given, since waiting is what one rank has more than another; got 1 file",
                      "pass the traces of every rank")
@@ -109,13 +114,16 @@ def account(traces: list) -> Report:
     ranks = _rank_numbers(traces)
     for trace, rank in zip(traces, ranks):
         if trace.damage:
-            notes.append(f"rank {rank} ({trace.path.name}) is incomplete, {trace.damage}: the {trace.number_of_events} events "
-                         "before that are used")
+            notes.append(f"rank {rank} ({trace.path.name}) is incomplete, {trace.damage}: the {trace.number_of_events} "
+                         "events before that are used")
     _check_sources(traces, ranks)
     _check_world(traces, ranks, notes)
     base = traces[0].base
     shift = [(t.base - base) / 1e3 if base is not None and t.base is not None else 0.0 for t in traces]
-    groups = _groups(traces, ranks, notes)
+    if per_step is None:
+        groups = _groups(traces, ranks, notes)
+    else:
+        groups = _cut(traces, _whole(traces, ranks, notes), per_step, notes)
     order = [np.concatenate([g[1][r] for g in groups]) for r in range(len(traces))]
     start, end = (np.array([[getattr(t.collectives[i], k) + s for i in order[r]]
                             for r, (t, s) in enumerate(zip(traces, shift))]) for k in ("start", "end"))
@@ -138,10 +146,11 @@ def account(traces: list) -> Report:
 
 
 def clock_offsets(end: np.ndarray) -> tuple:
-    """end: us [ranks, n] of the matched collectives, each on its rank's clock -> (offsets, drifts, spreads, correction [ranks, n]).
+    """Clocks against that of the first rank: (offsets, drifts, spreads, correction [ranks, n]).
 
-    offset: median of (this rank's end - the first rank's); spread: half the distance between the 10th and the 90th percentile
-    of what is left. A drift is fitted from 30 collectives on if it explains the trend: thirds' medians, at most MAX_DRIFT.
+    end: us [ranks, n] of the matched collectives, each on its rank's clock. offset: median of (this rank's end - the first
+    rank's). drift: from the medians of the first and last third, from 30 collectives on, where it exceeds the noise and stays
+    below MAX_DRIFT. spread: half the distance between the 10th and the 90th percentile of what is left.
     """
     difference = end - end[0]
     offsets = np.median(difference, axis=1)
@@ -160,7 +169,7 @@ def clock_offsets(end: np.ndarray) -> tuple:
     return offsets, drifts, (high - low) / 2, correction
 
 
-# ---- which rank is which, and do they belong together ------------------------------------------------------------------------
+# ---- which rank is which, and do they belong together ----------------------------------------------------------------
 
 
 def _rank_numbers(traces: list) -> list:
@@ -187,8 +196,8 @@ def _check_sources(traces: list, ranks: list) -> None:
     for t, r in zip(traces, ranks):
         if t.source == "none":
             why = f" (the file is incomplete, {t.damage})" if t.damage else ""
-            raise _error(f"every trace must hold collectives (NCCL or custom all-reduce kernels, gloo annotations); got none among "
-                         f"{t.number_of_events} events of rank {r}, {t.path}{why}",
+            raise _error("every trace must hold collectives (NCCL or custom all-reduce kernels, gloo annotations); got none "
+                         f"among {t.number_of_events} events of rank {r}, {t.path}{why}",
                          "profile steps that communicate, with activities CPU and CUDA")
     sources = [t.source for t in traces]
     if len(set(sources)) > 1:
@@ -205,16 +214,16 @@ def _check_world(traces: list, ranks: list, notes: list) -> None:
                      "pass traces of the same run")
     begins = [t.base / 1e3 + t.collectives[0].start for t in traces if t.base is not None]
     if len(begins) == len(traces) and max(begins) - min(begins) > SAME_RUN_US:
-        raise _error(f"all ranks must be of one run; got traces that begin {(max(begins) - min(begins)) / 3600e6:.1f} hours apart",
-                     "pass traces of the same run")
+        raise _error("all ranks must be of one run; got traces that begin "
+                     f"{(max(begins) - min(begins)) / 3600e6:.1f} hours apart", "pass traces of the same run")
     sizes = {c.group_size for t in traces for c in t.collectives} - {None}
     world = max(sizes, default=max(worlds, default=len(traces)))
     if world > len(traces):
-        notes.append(f"{len(traces)} of {world} ranks are given (missing: {_missing(ranks, world)}): a missing rank may be the one "
-                     "that the others wait for, and wire is an upper bound")
+        notes.append(f"{len(traces)} of {world} ranks are given (missing: {_missing(ranks, world)}): a missing rank may be "
+                     "the one that the others wait for, and wire is an upper bound")
     if traces[0].source == "param":
-        notes.append("only the host calls of the collectives (record_param_comms) are in these traces: the times are those of the "
-                     "calls, not of the transfers; profile with the CUDA activity")
+        notes.append("only the host calls of the collectives (record_param_comms) are in these traces: the times are those "
+                     "of the calls, not of the transfers; profile with the CUDA activity")
 
 
 def _missing(ranks: list, world: int) -> str:
@@ -228,11 +237,11 @@ def _check_overlap(start: np.ndarray, end: np.ndarray, spreads: np.ndarray, rank
     apart = start.max(0) > end.min(0) + slack
     if apart.mean() > 0.5:
         odd = int(spreads.argmax())
-        raise _error(f"all ranks must be of one run; got {int(apart.sum())} of {apart.size} collectives in which the ranks were not at "
-                     f"the same time, whatever the clock offset (worst: rank {ranks[odd]})", "pass traces of the same run")
+        raise _error(f"all ranks must be of one run; got {int(apart.sum())} of {apart.size} collectives in which the ranks were "
+                     f"not at the same time, whatever the clock offset (worst: rank {ranks[odd]})", "pass traces of the same run")
 
 
-# ---- matching -----------------------------------------------------------------------------------------------------------------
+# ---- matching --------------------------------------------------------------------------------------------------------
 
 
 def _groups(traces: list, ranks: list, notes: list) -> list:
@@ -261,8 +270,8 @@ def _groups(traces: list, ranks: list, notes: list) -> list:
             spans = [next((s.start, s.end) for s in t.steps if s.name == span.name) for t in traces]
             groups.append((span.name, matched, spans))
     if not groups:
-        raise _error("the ranks must hold the same collectives; got " + (reasons[0] if reasons else "steps without collectives"),
-                     "pass traces of the same steps of one run")
+        got = reasons[0] if reasons else "steps without collectives"
+        raise _error(f"the ranks must hold the same collectives; got {got}", "pass traces of the same steps of one run")
     if reasons:
         notes.append(f"{len(reasons)} steps are left out: {reasons[0]}" + (", ..." if len(reasons) > 1 else ""))
     return groups
@@ -294,6 +303,23 @@ def _whole(traces: list, ranks: list, notes: list) -> tuple:
         raise _error("the ranks must share collectives; got only collectives of smaller groups", "pass the ranks of one group")
     spans = [(float(t.idle_from[ix].min()), max(t.collectives[i].end for i in ix)) for t, ix in zip(traces, matched)]
     return WHOLE, matched, spans
+
+
+def _cut(traces: list, whole: tuple, per_step: int, notes: list) -> list:
+    """The whole trace as steps of per_step collectives each; a step begins where the one before it ended."""
+    _, matched, spans = whole
+    number, rest = divmod(len(matched[0]), per_step)
+    if not number:
+        raise _error(f"a step must not hold more collectives than the trace; got {per_step} > {rest}", "change --per-step")
+    if rest:
+        notes.append(f"the last {rest} of {len(matched[0])} collectives fill no step of {per_step} and are left out")
+    groups, begin = [], [lo for lo, _ in spans]
+    for k in range(number):
+        indices = [ix[k * per_step:(k + 1) * per_step] for ix in matched]
+        end = [max(t.collectives[i].end for i in ix) for t, ix in zip(traces, indices)]
+        groups.append((f"step {k}", indices, list(zip(begin, end))))
+        begin = end
+    return groups
 
 
 def _match(traces: list, ranks: list, indices: list) -> tuple:

@@ -18,8 +18,8 @@ def sentence(a: Account, waiting_for: np.ndarray, ranks: list) -> str:
     share = waiting_for[r] / a.waiting if a.waiting > 0 else 0.0
     who = ""
     if a.waiting >= PART * a.communication:
-        who = (f" for rank {ranks[r]}" if share >= 0.9 else f" ({waiting_for[r]:.{digits}f} for rank {ranks[r]})" if share >= 0.5
-               else " (for no one rank)")
+        most = f" ({waiting_for[r]:.{digits}f} for rank {ranks[r]})" if share >= 0.5 else " (for no one rank)"
+        who = f" for rank {ranks[r]}" if share >= 0.9 else most
     return f"{a.communication:.{digits}f} ms = {wire} wire + {waiting} waiting{who} + {gaps} gaps"
 
 
@@ -52,11 +52,11 @@ def _wire(report: Report) -> str:
     if report.source == "param":
         return what + "These are host calls: profile with the CUDA activity to see the transfers."
     if known and np.median(known) > SMALL_BYTES:
-        return what + (f"That is {np.median(known) / each / 1e3:.1f} GB/s: messages this large are bound by the link. Send fewer "
-                       "bytes: fewer tree rows, reduce-scatter + all-gather around the norm, or a quantized wire.")
+        return what + (f"That is {np.median(known) / each / 1e3:.1f} GB/s: messages this large are bound by the link. Send "
+                       "fewer bytes: fewer tree rows, reduce-scatter + all-gather around the norm, or a quantized wire.")
     if each > NCCL_HIGH_US:
-        return what + (f"NCCL takes {NCCL_LOW_US:.0f} to {NCCL_HIGH_US:.0f} us for small messages over PCIe when P2P is on: find out why "
-                       "it is not. NCCL_DEBUG=INFO must say P2P and not SHM; see NCCL_P2P_LEVEL=SYS, IOMMU and ACS off.")
+        return what + (f"NCCL takes {NCCL_LOW_US:.0f} to {NCCL_HIGH_US:.0f} us for small messages over PCIe when P2P is on: "
+                       "find out why it is not. NCCL_DEBUG=INFO must say P2P and not SHM; see NCCL_P2P_LEVEL=SYS, IOMMU and ACS off.")
     if each > 2 * KERNEL_US:
         return what + f"NCCL at its normal speed; a custom all-reduce kernel takes about {KERNEL_US:.0f} us."
     return what + "Near what kernels reach: only fewer collectives or fusion with the norm after them save more."
@@ -64,8 +64,8 @@ def _wire(report: Report) -> str:
 
 def _waiting(report: Report) -> str:
     if report.late is None:
-        return ("no one rank is late: the ranks take turns. Capture the whole step in one CUDA graph, pin the processes to cores, and "
-                "keep host work (sampling, detokenization) off the step.")
+        return ("no one rank is late: the ranks take turns. Capture the whole step in one CUDA graph, pin the processes to "
+                "cores, and keep host work (sampling, detokenization) off the step.")
     r, shown, late = report.late, report.shown, report.ranks[report.late]
     arrives = f"rank {late} arrives last in {report.late_count} of {report.number} collectives. "
     if report.source != "kernel":
@@ -73,16 +73,16 @@ def _waiting(report: Report) -> str:
     more = report.total(r).gaps - report.total(shown).gaps
     waited = float(report.waiting_for(shown)[r])
     if waited > 0 and more >= 0.5 * waited:
-        return arrives + (f"Its GPU is idle {more:.1f} ms longer before them: its launches come late. Look at that process on the "
-                          "host: core pinning, NUMA node, a busy core; one CUDA graph per step removes the launches.")
+        return arrives + (f"Its GPU is idle {more:.1f} ms longer before them: its launches come late. Look at that process "
+                          "on the host: core pinning, NUMA node, a busy core; one CUDA graph per step removes the launches.")
     return arrives + ("Its GPU is busy until then, so its kernels take longer: compare clocks, power limit and temperature "
                       "(nvidia-smi -q -d PERFORMANCE), experts per rank, and work that only this rank does.")
 
 
 def _gaps(report: Report) -> str:
     gaps = np.concatenate([s.gap[report.shown] for s in report.steps])
-    return (f"the GPU runs nothing for {float(np.mean(gaps)):.1f} us before a collective: the host launches too late. Capture the "
-            "whole step in one CUDA graph.")
+    return (f"the GPU runs nothing for {float(np.mean(gaps)):.1f} us before a collective: the host launches too late. Capture "
+            "the whole step in one CUDA graph.")
 
 
 def _bytes(n: int) -> str:

@@ -14,6 +14,7 @@ from .reader import TraceReader
 # (one-shot, two-shot, lamport, fused with RMSNorm), torch symmetric memory, QuickReduce, MSCCL++.
 KERNELS = tuple((re.compile(pattern), kind) for pattern, kind in (
     (r"^nccl\w*Kernel_?.*(SendRecv|Broadcast|_Reduce_)", None),  # ranks play different parts: durations do not compare
+    (r"(?i)(block|warp|cta)_?all_?reduce", None),  # inside one GPU
     (r"^nccl\w*Kernel_?.*AllReduce", "all-reduce"),
     (r"^nccl\w*Kernel_?.*AllGather", "all-gather"),
     (r"^nccl\w*Kernel_?.*ReduceScatter", "reduce-scatter"),

@@ -21,8 +21,8 @@ class TraceReader:
     damage     None, or one sentence about why the file ended early: then the events before that place were yielded
 
     Accepts {"traceEvents": [...], ...} and a bare array, whose closing bracket may be missing. Memory: one chunk of about
-    1 MiB and one event. progress(bytes of the file read so far) is called once per chunk. Errors: ValueError for a file that is no
-    trace, OSError as open() raises it.
+    1 MiB and one event. progress(bytes of the file read so far) is called once per chunk. Errors: ValueError for a file that
+    is no trace, OSError as open() raises it.
     """
 
     def __init__(self, path: "str | Path", progress: Optional[Callable] = None) -> None:
@@ -134,8 +134,8 @@ class TraceReader:
         self._at += 1
 
     def _no_trace(self, must: str, got: str) -> ValueError:
-        return ValueError(f"trace: {self.path} must be a torch profiler trace (Chrome JSON), with {must}; got another file: {got}. "
-                          "Fix: export it with torch.profiler's export_chrome_trace.")
+        return ValueError(f"trace: {self.path} must be a torch profiler trace (Chrome JSON), with {must}; got another file: "
+                          f"{got}. Fix: export it with torch.profiler's export_chrome_trace.")
 
 
 class _Gunzip:
@@ -145,7 +145,7 @@ class _Gunzip:
         self._raw, self._zlib, self._input = raw, zlib.decompressobj(31), b""
 
     def read(self) -> bytes:
-        """Some bytes, at most CHUNK; b"" at the end. EOFError where the file ends inside a member, zlib.error where it is damaged."""
+        """Some bytes, at most CHUNK; b"" at the end. EOFError if the file ends inside a member, zlib.error if it is damaged."""
         while True:
             self._input = self._input or self._raw.read(CHUNK // 4)
             if self._zlib.eof and self._input:

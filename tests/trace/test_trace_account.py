@@ -140,9 +140,20 @@ def test_steps_that_differ_are_left_out(report, trace, tmp_path):
     gone = next(e for e in per_rank[1] if e["name"] == NCCL and e["ts"] > 1.0009e6)
     per_rank[1].remove(gone)
     r = report(*write(tmp_path, per_rank))
-    assert r["number_of_steps"] == 2 and "1 steps are left out: ProfilerStep#1: 10 collectives on rank 0 and 9 on rank 1" in r["stderr"]
+    assert r["number_of_steps"] == 2
+    assert "1 steps are left out: ProfilerStep#1: 10 collectives on rank 0 and 9 on rank 1" in r["stderr"]
     r = trace(*write(tmp_path, [[e for e in events if e["cat"] == "kernel"] for events in per_rank]))
     refused(r, "the ranks must hold the same collectives; got 30 collectives on rank 0 and 29 on rank 1")
+
+
+def test_steps_by_count(report, trace, tmp_path):
+    paths = write(tmp_path, simulate(2, 1, 25, wire=10, late={1: 40}, annotate=False))
+    r = report(*paths, "--per-step", 10)
+    assert [s["name"] for s in r["steps"]] == ["step 0", "step 1"] and r["account"].startswith("0.500 ms = 0.100 wire + 0.400 waiting")
+    assert [s["step_ms"] for s in r["steps"]] == pytest.approx([9 * 0.09 + 0.05, 0.9])  # from the first all-reduce's arrival on
+    assert "the last 5 of 25 collectives fill no step of 10" in r["stderr"]
+    refused(trace(*paths, "--per-step", 26), "a step must not hold more collectives than the trace; got 26 > 25")
+    refused(trace(*paths, "--per-step", 0), "per_step must be at least 1; got 0")
 
 
 def test_truncated_file(report, tmp_path):
@@ -176,7 +187,8 @@ def test_refusals(trace, tmp_path):
     refused(trace(*none), "every trace must hold collectives")
     refused(trace(*write(tmp_path, [per_rank[0], [e for e in per_rank[1] if e["name"] != NCCL]])), "of rank 1")
     (tmp_path / "text").write_text("hello")
-    refused(trace(tmp_path / "text", paths[0]), "must be a torch profiler trace (Chrome JSON), with a JSON object or array; got another file: its "
+    refused(trace(tmp_path / "text", paths[0]),
+            "must be a torch profiler trace (Chrome JSON), with a JSON object or array; got another file: its "
             "first character is 'h'.")
     (tmp_path / "config").write_text('{"a": {"b": [1]}}')
     refused(trace(tmp_path / "config", paths[0]), 'with "traceEvents"; got another file: it has none')
@@ -247,7 +259,8 @@ def test_bare_array_without_its_bracket(report, tmp_path):
     ("void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<8>", "all-reduce"),
     ("void tensorrt_llm::oneShotAllReduceKernel<half>", "all-reduce"), ("one_shot_all_reduce_kernel", "all-reduce"),
     ("ncclDevKernel_SendRecv(x)", None), ("ncclDevKernel_Broadcast_RING_LL", None), ("ncclDevKernel_Reduce_Sum_f32_RING_LL", None),
-    ("void at::native::reduce_kernel<512, 1>", None), ("sm90_xmma_gemm_bf16", None), ("triton_red_fused_add_mean", None)])
+    ("void at::native::reduce_kernel<512, 1>", None), ("layer_norm<BlockAllReduceSum>", None),
+    ("sm90_xmma_gemm_bf16", None), ("triton_red_fused_add_mean", None)])
 def test_kernel_names(name, kind):
     assert _kind(KERNELS, name) == kind
 
