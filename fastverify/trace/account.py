@@ -70,7 +70,8 @@ class Step:
 class Report:
     """The account of a run.
 
-    ranks: their numbers, in the order of the files. offsets, spreads: us. drifts: us per us.
+    ranks: their numbers, in the order of the files. world: how many there were in the run. offsets, spreads: us. drifts: us
+    per us.
     shown: index of the rank whose account speaks for the others: the upper median by communication time, without the late one.
     late: index of the rank that arrives last most often; None if no rank does in half of the collectives in which one is late.
     """
@@ -82,6 +83,7 @@ class Report:
     spreads: np.ndarray
     drifts: np.ndarray
     notes: list
+    world: int = 0
     shown: int = 0
     late: Optional[int] = None
     late_count: int = 0
@@ -117,7 +119,7 @@ def account(traces: list, per_step: Optional[int] = None) -> Report:
             notes.append(f"rank {rank} ({trace.path.name}) is incomplete, {trace.damage}: the {trace.number_of_events} "
                          "events before that are used")
     _check_sources(traces, ranks)
-    _check_world(traces, ranks, notes)
+    world = _check_world(traces, ranks, notes)
     base = traces[0].base
     shift = [(t.base - base) / 1e3 if base is not None and t.base is not None else 0.0 for t in traces]
     if per_step is None:
@@ -140,7 +142,7 @@ def account(traces: list, per_step: Optional[int] = None) -> Report:
         steps.append(Step(name, [traces[0].collectives[i].kind for i in indices[0]],
                           [traces[0].collectives[i].nbytes for i in indices[0]], (start - correction)[:, here],
                           (end - start)[:, here], gap, np.array([hi - lo for lo, hi in span])))
-    report = Report(ranks, traces[0].source, steps, offsets, spreads, drifts, notes)
+    report = Report(ranks, traces[0].source, steps, offsets, spreads, drifts, notes, world)
     _name_ranks(report)
     return report
 
@@ -207,7 +209,8 @@ def _check_sources(traces: list, ranks: list) -> None:
                      f"{words[sources[odd]]} on rank {ranks[odd]}", "profile with the same activities on every rank")
 
 
-def _check_world(traces: list, ranks: list, notes: list) -> None:
+def _check_world(traces: list, ranks: list, notes: list) -> int:
+    """Number of ranks that the collectives had."""
     worlds = {t.info("world_size") for t in traces} - {None}
     if len(worlds) > 1:
         raise _error(f"all ranks must be of one run; got world sizes {', '.join(map(str, sorted(worlds)))}",
@@ -224,6 +227,7 @@ def _check_world(traces: list, ranks: list, notes: list) -> None:
     if traces[0].source == "param":
         notes.append("only the host calls of the collectives (record_param_comms) are in these traces: the times are those "
                      "of the calls, not of the transfers; profile with the CUDA activity")
+    return world
 
 
 def _missing(ranks: list, world: int) -> str:

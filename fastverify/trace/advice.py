@@ -51,6 +51,9 @@ def _wire(report: Report) -> str:
         return what + "This is a CPU back end: its times say nothing about GPUs."
     if report.source == "param":
         return what + "These are host calls: profile with the CUDA activity to see the transfers."
+    if report.world > len(report.ranks):
+        return what + (f"With {len(report.ranks)} of {report.world} ranks it may still hold waiting for a missing one: pass all "
+                       "ranks first.")
     if known and np.median(known) > SMALL_BYTES:
         return what + (f"That is {np.median(known) / each / 1e3:.1f} GB/s: messages this large are bound by the link. Send "
                        "fewer bytes: fewer tree rows, reduce-scatter + all-gather around the norm, or a quantized wire.")

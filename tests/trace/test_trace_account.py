@@ -132,6 +132,7 @@ def test_missing_rank(report, tmp_path):
     paths = write(tmp_path, simulate(4, 1, 10, late={2: 50}))
     r = report(paths[0], paths[1], paths[3])
     assert "3 of 4 ranks are given (missing: 2)" in r["stderr"] and r["notes"]
+    assert r["advice"][0].startswith("wire (100%): 70.0 us per collective. With 3 of 4 ranks it may still hold waiting")
     assert r["wire"] == pytest.approx(0.70) and [x["rank"] for x in r["ranks"]] == [0, 1, 3]
 
 
