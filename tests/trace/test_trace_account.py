@@ -91,6 +91,13 @@ def test_work_on_another_stream_is_no_gap(report, tmp_path):
     assert report(*write(tmp_path, per_rank))["gaps"] == pytest.approx(0.010)
 
 
+def test_a_long_kernel_on_another_stream_outlasts_a_short_one(report, tmp_path):
+    per_rank = simulate(2, 1, 1, gaps={None: 30}, annotate=False)
+    for events in per_rank:  # began first, ends 5 us before the collective; a short one begins and ends within it
+        events += [kernel("long", events[1]["ts"] - 60, 55, stream=9), kernel("short", events[1]["ts"] - 20, 2, stream=11)]
+    assert report(*write(tmp_path, per_rank))["gaps"] == pytest.approx(0.005)
+
+
 def test_ranks_that_take_turns(report, tmp_path):
     a, b = (simulate(4, 1, 10, late={r: 50}, annotate=False) for r in (0, 1))
     c, d = (simulate(4, 1, 10, late={r: 50}, annotate=False, begin=2e6) for r in (2, 3))
@@ -102,11 +109,11 @@ def test_ranks_that_take_turns(report, tmp_path):
 
 
 def test_clock_offsets_and_drift(report, tmp_path):
-    per_rank = simulate(4, 20, 20, late={3: 60}, offsets={1: 12345.5, 2: -2e6, 3: 7e5}, drift={2: 3e-5})
+    per_rank = simulate(4, 20, 20, late={3: 60}, offsets={1: 7e5, 2: -2e6, 3: 12345.5}, drift={2: 3e-5})
     r = report(*write(tmp_path, per_rank))
     assert (r["wire"], r["waiting"]) == pytest.approx((0.4, 1.2), **ONE_PERCENT) and r["late_rank"] == 3
     got = [x["clock_offset_us"] for x in r["ranks"]]
-    assert [got[0], got[1], got[3]] == pytest.approx([0, 12345.5, 7e5], abs=0.01)
+    assert [got[0], got[1], got[3]] == pytest.approx([0, 7e5, 12345.5], abs=0.01)
     assert got[2] == pytest.approx(-2e6 + 30 + 3e-5 * 30000, abs=1)
     assert r["ranks"][2]["clock_drift_ppm"] == pytest.approx(30, rel=0.01)
     assert max(x["clock_spread_us"] for x in r["ranks"]) < 0.1
