@@ -12,6 +12,7 @@ from typing import Optional
 
 import torch
 
+from ..models.hf import read_json
 from .checkpoint import normalise_names, read_files, vocabulary_map
 from .draft_config import flatten_config
 from .target_facts import TargetFacts
@@ -116,7 +117,7 @@ def remap_draft(path: "str | Path", new_ids: torch.Tensor, out: "str | Path", ta
     tensors, counts = remap_vocab(normalise_names(stored)[0], new_ids, vocab, target.lm_head_weight if target else None,
                                   d2t_format)
     ignored = {name: t for name, t in stored.items() if not normalise_names({name: t})[0]}
-    tensors = {stored_name.get(name, name): t.contiguous() for name, t in tensors.items()} | ignored
+    tensors = {stored_name.get(name, name): t.clone(memory_format=torch.contiguous_format) for name, t in tensors.items()} | ignored
     for level in (raw, raw.get("eagle_config"), raw.get("transformer_layer_config")):
         if isinstance(level, dict) and (level is raw or "draft_vocab_size" in level):
             level["draft_vocab_size"] = len(new_ids)
@@ -126,14 +127,18 @@ def remap_draft(path: "str | Path", new_ids: torch.Tensor, out: "str | Path", ta
     return counts
 
 
-def map_of(path: "str | Path", vocab_size: Optional[int] = None, d2t_format: str = "offset") -> torch.Tensor:
-    """int64 [Vd]: the target ids of a draft folder's map. vocab_size: where config.json does not state it."""
-    raw, stored = read_files(Path(path))
-    flat, tensors = flatten_config(raw)[0], normalise_names(stored)[0]
-    vocab = flat.get("vocab_size") or vocab_size
+def ids_like(draft: "str | Path", like: "str | Path", vocab_size: Optional[int] = None,
+             d2t_format: str = "offset") -> torch.Tensor:
+    """int64 [Vd']: the target ids of the map of `like`, a draft folder, for remapping `draft`.
+
+    vocab_size: where config.json does not state it. d2t_format: of `like`. Errors: ValueError, one sentence.
+    """
+    own = flatten_config(read_json(Path(draft) / "config.json"))[0].get("vocab_size") or vocab_size
+    raw, stored = read_files(Path(like))
+    vocab, tensors = flatten_config(raw)[0].get("vocab_size") or vocab_size, normalise_names(stored)[0]
+    if type(vocab) is not int or vocab != own:
+        raise error("both drafts must be made for one vocabulary", f"{own} and {vocab} ids", "use drafts of sibling targets")
     size = next((tensors[k].size(0) for k in ("d2t", "lm_head.weight") if k in tensors), vocab)
-    if type(vocab) is not int or type(size) is not int:
-        raise error(f"config.json of {path} must state vocab_size", repr(vocab), "add --target")
     return target_ids(tensors, vocab, size, d2t_format)
 
 
