@@ -5,7 +5,6 @@ A wrong draft keeps greedy output exact: only its accept length suffers. What th
 
 import hashlib
 import warnings
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
@@ -16,6 +15,7 @@ from .checkpoint import load_draft, normalise_names, read_files
 from .draft_config import flatten_config
 from .map_health import Finding, embedding_match, head_fit, judge_head, map_health
 from .target_facts import TargetFacts
+from .token_coverage import coverage, special_ids
 
 _NO_TARGET_LAYERS = 4096  # a stand-in target is as deep as any aux id needs
 _HASHED = 1 << 31         # bytes of a target file up to which a recorded sha256 is compared
@@ -35,6 +35,10 @@ class Inspection:
 
     def say(self, level: str, topic: str, text: str) -> None:
         self.findings.append(Finding(level, topic, text))
+
+    def add(self, key: str, facts: dict, findings: list) -> None:
+        self.data[key] = facts
+        self.findings += findings
 
 
 @dataclass
@@ -93,9 +97,9 @@ def inspect_draft(path: "str | Path", target: Optional[TargetFacts] = None, toke
     if target is not None:
         _tables(out, files, target)
     if tokenizer is not None and files.ids is not None:
-        _special_ids(out, files.ids, tokenizer, target.eos_ids if target else ())
+        out.add("special_ids", *special_ids(files.ids, tokenizer, target.eos_ids if target else ()))
         if text is not None:
-            _coverage(out, files.ids, tokenizer, text)
+            out.add("coverage", *coverage(files.ids, tokenizer, text))
     if against is not None:
         _against(out, files, _read(Path(against)), target, d2t_format)
     return out
@@ -135,8 +139,8 @@ def _load(out: Inspection, files: _Files, target: Optional[TargetFacts], d2t_for
         n = target.config["num_layers"]
         usual = (2, n // 2, n - 3)
         if draft.config.aux_layers != usual:
-            out.say("note", "aux layers", f"before {draft.config.aux_layers}, where EAGLE's default for {n} layers is before {usual}: "
-                    "right only if it was trained so")
+            out.say("note", "aux layers", f"before {draft.config.aux_layers}, where EAGLE's default for {n} layers is before "
+                    f"{usual}: right only if it was trained so")
     if convention:
         out.say("note", "aux layers", "whether the ids mean inputs or outputs of layers cannot be told without --target")
 
@@ -199,7 +203,7 @@ def _made_for(out: Inspection, files: _Files, target: Optional[TargetFacts]) -> 
                 "another target file than this one (sha256 differs): another quantisation at best")
 
 
-# ---- vocabulary, tables, text --------------------------------------------------------------------------------------------
+# ---- vocabulary and tables -------------------------------------------------------------------------------------------------
 
 
 def _map(files: _Files, target: Optional[TargetFacts], d2t_format: str) -> tuple:
@@ -213,64 +217,20 @@ def _map(files: _Files, target: Optional[TargetFacts], d2t_format: str) -> tuple
 
 def _vocabulary(out: Inspection, files: _Files, target: Optional[TargetFacts], d2t_format: str) -> None:
     facts, found, files.ids = _map(files, target, d2t_format)
-    out.data["vocabulary"] = facts
-    out.findings += found
+    out.add("vocabulary", facts, found)
 
 
 def _tables(out: Inspection, files: _Files, target: TargetFacts) -> None:
     head, embed = files.matrix("lm_head.weight"), files.matrix("embed_tokens.weight")
     if head is not None and files.ids is not None and target.lm_head_weight is not None:
-        out.data["head"] = head_fit(head, files.ids, target.lm_head_weight)
-        out.findings += judge_head(out.data["head"])
+        fit = head_fit(head, files.ids, target.lm_head_weight)
+        out.add("head", fit, judge_head(fit))
     if embed is None:
         out.say("ok", "embedding", "the target's")
     elif target.embed_weight is not None:
-        facts, found = embedding_match(embed, target.embed_weight)
-        out.data["embedding"] = facts
-        out.findings += found
+        out.add("embedding", *embedding_match(embed, target.embed_weight))
     if target.embed_weight is None:
         out.say("note", "target", "its folder has no weights in safetensors form: head and embedding are not compared")
-
-
-def _special_ids(out: Inspection, ids: torch.Tensor, tokenizer: Any, config_eos: tuple) -> None:
-    """Stop ids must be inside the draft vocabulary; chat ids of the template should be."""
-    inside = set(ids.tolist())
-    template = tokenizer.chat_template or ""
-    special = {i: t.content for i, t in tokenizer.backend.get_added_tokens_decoder().items() if t.special}
-    named = lambda i: f"{special.get(i) or tokenizer.backend.id_to_token(i) or '?'} (id {i})"  # noqa: E731
-    stops = sorted(set(tokenizer.eos_ids) | set(config_eos))
-    chat = sorted(i for i, text in special.items() if text in template and i not in stops)
-    lost_stops, lost_chat = ([i for i in group if i not in inside] for group in (stops, chat))
-    out.data["special_ids"] = dict(stop=stops, chat=chat, stop_outside=lost_stops, chat_outside=lost_chat)
-    if lost_stops:
-        out.say("wrong", "special ids", f"outside the draft vocabulary: stop id {', '.join(map(named, lost_stops))}: the end of a "
-                "reply can never be drafted")
-    elif stops:
-        out.say("ok", "special ids", f"stop ids are inside: {', '.join(map(named, stops))}")
-    if lost_chat:
-        out.say("note", "special ids", f"outside the draft vocabulary: {', '.join(map(named, lost_chat))} of the chat template "
-                "(it matters if the target writes them itself)")
-
-
-def _coverage(out: Inspection, ids: torch.Tensor, tokenizer: Any, text: str) -> None:
-    tokens = tokenizer.encode(text)
-    inside = set(ids.tolist())
-    lost = Counter(i for i in tokens if i not in inside)
-    share = 1 - lost.total() / len(tokens) if tokens else 0.0
-    out.data["coverage"] = dict(tokens=len(tokens), inside=len(tokens) - lost.total(), share=share,
-                                most_missing=[dict(id=i, text=tokenizer.decode([i]), count=n) for i, n in lost.most_common(5)])
-    if not tokens:
-        out.say("note", "coverage", "the text has no tokens")
-        return
-    line = f"{100 * share:.1f} % of the text's {len(tokens)} tokens are inside the draft vocabulary"
-    if lost:
-        line += f"; missing most: {', '.join(f'{tokenizer.decode([i])!r} x {n}' for i, n in lost.most_common(5))}"
-    if share >= 0.99:
-        out.say("ok", "coverage", line)
-    elif share >= 0.9:
-        out.say("note", "coverage", f"{line}. Each missing token ends an accepted path: 99 % is usual")
-    else:
-        out.say("wrong", "coverage", f"{line}. Each missing token ends an accepted path: this vocabulary is not for such text")
 
 
 # ---- two drafts ----------------------------------------------------------------------------------------------------------
@@ -283,8 +243,8 @@ def _against(out: Inspection, a: _Files, b: _Files, target: Optional[TargetFacts
     for f in bad:
         out.say("wrong", "against", f"{b.path.name}: {f.text}")
     if a.vocab_size and b.vocab_size and a.vocab_size != b.vocab_size:
-        out.say("wrong", "against", f"they are made for vocabularies of {a.vocab_size} and {b.vocab_size} ids: drafts of unrelated "
-                "targets, neither can serve or start the other")
+        out.say("wrong", "against", f"they are made for vocabularies of {a.vocab_size} and {b.vocab_size} ids: drafts of "
+                "unrelated targets, neither can serve or start the other")
         return
     if a.ids is None or b.ids is None:
         out.say("wrong", "against", "the maps cannot be compared: one of them cannot be read")

@@ -117,7 +117,8 @@ def remap_draft(path: "str | Path", new_ids: torch.Tensor, out: "str | Path", ta
     tensors, counts = remap_vocab(normalise_names(stored)[0], new_ids, vocab, target.lm_head_weight if target else None,
                                   d2t_format)
     ignored = {name: t for name, t in stored.items() if not normalise_names({name: t})[0]}
-    tensors = {stored_name.get(name, name): t.clone(memory_format=torch.contiguous_format) for name, t in tensors.items()} | ignored
+    tensors = {stored_name.get(name, name): t for name, t in tensors.items()} | ignored
+    tensors = {name: t.clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
     for level in (raw, raw.get("eagle_config"), raw.get("transformer_layer_config")):
         if isinstance(level, dict) and (level is raw or "draft_vocab_size" in level):
             level["draft_vocab_size"] = len(new_ids)
