@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .output import Output
+from .output import Output, plain_table
 
 D2T_FORMATS = ("offset", "absolute", "identity")
 STYLES = {"ok": "green", "note": "", "wrong": "bold red"}
@@ -48,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
         out.json(dict(healthy=not result.wrong, findings=[f.as_dict() for f in result.findings],
                       rows=[dict(zip(("what", "value", "source"), row)) for row in result.rows], **result.data))
         return 1 if result.wrong else 0
-    out.table(["", "value", "from"], [list(row) for row in result.rows], title=f"draft {args.draft}", left=3)
+    out.line(f"draft {args.draft}", style="bold")
+    for row in plain_table(["", "value", "from"], [list(row) for row in result.rows], left=3):
+        out.line(row)
     out.line()
     for f in result.findings:
         out.line(f"{f.level.upper() if f.level == 'wrong' else f.level:5}  {f.topic}: {f.text}", style=STYLES[f.level])

@@ -56,7 +56,7 @@ def test_other_ids_keep_the_logits_of_shared_ids(head, rng):
 
 
 def test_new_rows_are_the_targets_scaled_to_the_kept_ones(head):
-    """One factor, measured on the ids that both know: the rms of the draft's rows over that of the target's."""
+    """One factor and one shift, measured on the ids that both know: rms over rms, and the mean change of their rows."""
     a, ids = tensors(), other_ids()
     b, counts = remap_vocab(a, ids, V, 10 * head)
     old = ids_of(a)
@@ -64,8 +64,15 @@ def test_new_rows_are_the_targets_scaled_to_the_kept_ones(head):
     rms = lambda x: x.square().mean().sqrt().item()  # noqa: E731
     assert counts.scale == pytest.approx(rms(a["lm_head.weight"][known]) / rms(10 * head[old[known]]), rel=1e-6)
     new = ~torch.isin(ids, old)
-    assert torch.allclose(b["lm_head.weight"][new], head[ids[new]] * 10 * counts.scale, rtol=1e-6)
-    assert counts.source == "the target's head"
+    shift = (a["lm_head.weight"][known] - 10 * counts.scale * head[old[known]]).mean(0)
+    assert torch.allclose(b["lm_head.weight"][new], head[ids[new]] * 10 * counts.scale + shift, atol=1e-5) and counts.shifted
+    assert str(counts).endswith(f"new 32 (from the target's head, times {counts.scale:.3g}, shifted); dropped 32")
+    few, counts = remap_vocab(a, torch.cat([old[:9], ids[new]]), V, head)  # nine rows have no mean worth adding
+    assert torch.allclose(few["lm_head.weight"][9:], head[ids[new]] * counts.scale) and not counts.shifted
+    apart, counts = remap_vocab(a, ids[new], V, head)  # nothing shared: the whole head gives the size
+    assert counts.scale == pytest.approx(rms(a["lm_head.weight"]) / rms(head[old]), rel=1e-6)
+    assert (counts.kept, counts.moved, counts.new, counts.dropped) == (0, 0, 32, VD)
+    assert torch.allclose(apart["lm_head.weight"], head[ids[new]] * counts.scale)
     half, _ = remap_vocab(a | {"lm_head.weight": a["lm_head.weight"].bfloat16()}, ids, V, head)
     assert half["lm_head.weight"].dtype == torch.bfloat16
 
