@@ -30,13 +30,16 @@ def where(name: str, data: dict) -> str:
             f"`benchmarks/results/{name}`")
 
 
+def auto_rows(data: dict) -> list:
+    return [r for r in data["rows"] if r["tree"] == "auto"]
+
+
 def headline() -> str:
     name, data = load("evaluate-auto")
     if data is None:
         return ""
-    rows = data["rows"]
+    rows, e = auto_rows(data), data["environment"]
     low, high = min(r["speedup"] for r in rows), max(r["speedup"] for r in rows)
-    e = data["environment"]
     return (f"**{low:.2f}x to {high:.2f}x plain decoding** over {len(rows)} question sets, {sum(r['equal'] for r in rows)} of "
             f"{sum(r['prompts'] for r in rows)} answers equal token for token: SmolLM2-135M\n"
             f"with the EAGLE-3 head that ships here, `--tree auto`, {e['device']}, {e['threads']} threads, {e['date'][:10]} (table below).")
@@ -46,22 +49,37 @@ def table(header: list, rows: list) -> list:
     return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(r) + " |" for r in rows)]
 
 
+def set_table(rows: list, timed: bool) -> list:
+    header = ["set", "shape", "tau", "accepted/drafted", "depth 1", "distinct 4-grams"]
+    cells = [[r["set"], r["tree"], f"{r['tau']:.2f}", f"{r['accepted']}/{r['drafted']}", f"{r['depth_1']:.2f}",
+              f"{r['distinct_4gram_ratio']:.2f}"] for r in rows]
+    if all("equal" in r for r in rows):
+        header.append("equal to plain")
+        for c, r in zip(cells, rows):
+            c.append(f"{r['equal']}/{r['prompts']}")
+    if timed:
+        header += ["against plain", "break-even tau"]
+        for c, r in zip(cells, rows):
+            c += [f"{r['speedup']:.2f}x", f"{r['break_even_tau']:.2f}" if r["break_even_tau"] else "-"]
+    return table(header, cells)
+
+
 def results() -> str:
+    name, data = load("evaluate-auto")
+    return "\n".join([f"{where(name, data)}:", "", *set_table(auto_rows(data), True)]) if data else ""
+
+
+SHAPES = (("evaluate-auto", "Timed, greedy, machine otherwise idle", True), ("evaluate-greedy", "Greedy", False),
+          ("evaluate-sampled", "Temperature 0.8, top-p 0.95, seeded", False), ("evaluate-ngram", "N-gram drafter, the same sampling", False),
+          ("evaluate-chains", "Trees against the chain of min(nodes, depth)", False))
+
+
+def shapes() -> str:
     out = []
-    for kind, title in (("evaluate-auto", "`--tree auto`, greedy: what a user gets"),
-                        ("evaluate-greedy", "Fixed shapes, greedy"), ("evaluate-sampled", "Fixed shapes, temperature 0.8, top-p 0.95, seeded")):
+    for kind, title, timed in SHAPES:
         name, data = load(kind)
-        if data is None:
-            continue
-        timed = kind == "evaluate-auto"
-        header = ["set", "shape", "tau", "accepted/drafted", "depth 1", "distinct 4-grams", "equal to plain"]
-        rows = [[r["set"], r["tree"], f"{r['tau']:.2f}", f"{r['accepted']}/{r['drafted']}", f"{r['depth_1']:.2f}",
-                 f"{r['distinct_4gram_ratio']:.2f}", f"{r['equal']}/{r['prompts']}"] for r in data["rows"]]
-        if timed:
-            header += ["against plain", "break-even tau"]
-            for cells, r in zip(rows, data["rows"]):
-                cells += [f"{r['speedup']:.2f}x", f"{r['break_even_tau']:.2f}" if r["break_even_tau"] else "-"]
-        out += [f"{title} ({where(name, data)}):", "", *table(header, rows), ""]
+        if data:
+            out += [f"{title} ({where(name, data)}):", "", *set_table(data["rows"], timed), ""]
     return "\n".join(out).rstrip()
 
 
@@ -76,7 +94,7 @@ def op_share() -> str:
                       f"`benchmarks/results/{name}`:", "", *table(["share of a step", *(r["tree"] for r in data["rows"])], rows)])
 
 
-PARTS = {"headline": headline, "results": results, "op-share": op_share}
+PARTS = {"headline": headline, "results": results, "shapes": shapes, "op-share": op_share}
 
 
 def generated(text: str) -> str:

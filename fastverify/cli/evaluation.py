@@ -1,6 +1,7 @@
 """Runs prompt sets under draft shapes and against plain decoding; the numbers of `evaluate` and benchmarks/loop."""
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Callable, Optional
 
 from ..eagle3.decode import SamplingParams
@@ -126,8 +127,8 @@ def _row(session: Session, name: str, items: list, tree: str, runs: dict, texts:
 
 def results(session: Session, rows: list, settings: Settings) -> dict:
     """Rows for JSON, with everything that makes their numbers numbers."""
-    return dict(environment=environment(session.device, session.target.dtype), target=session.target_name,
-                draft=session.draft_name, max_new_tokens=settings.max_new_tokens, batch=settings.batch,
+    return dict(environment=environment(session.device, session.target.dtype), target=Path(session.target_name).name,
+                draft=Path(session.draft_name).name if session.draft_name else None, max_new_tokens=settings.max_new_tokens, batch=settings.batch,
                 sampling=asdict(settings.params), rows=[row.as_dict() for row in rows])
 
 

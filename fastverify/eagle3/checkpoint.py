@@ -320,8 +320,9 @@ def _fingerprint(d2t: Optional[torch.Tensor], fc: torch.Tensor) -> str:
 
 
 def _recorded_target(raw: dict) -> str:
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    name = raw.get("target") or verifier.get("name_or_path")
+    outer = raw.get("speculators_config")
+    verifier = outer.get("verifier") if isinstance(outer, dict) else None
+    name = raw.get("target") or (verifier.get("name_or_path") if isinstance(verifier, dict) else None)
     if isinstance(name, dict):
         name = ", ".join(f"{k}={v}" for k, v in name.items())
     return str(name) if name else "not recorded"

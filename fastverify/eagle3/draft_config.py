@@ -58,7 +58,7 @@ def flatten_config(raw: dict) -> tuple:
     """config.json -> (flat keys, where the nested ones came from). Keys of the outer level win over nested ones."""
     flat, origin = {}, {}
     for group in ("transformer_layer_config", "eagle_config"):
-        for key, value in (raw.get(group) or {}).items():
+        for key, value in (raw[group] if isinstance(raw.get(group), dict) else {}).items():
             flat[key], origin[key] = value, f"config {group}.{key}"
     for key, value in raw.items():
         if key not in ("transformer_layer_config", "eagle_config") and not (value is None and key in flat):

@@ -112,6 +112,17 @@ def test_ties_at_every_cut_are_kept_and_lowest_id_wins_at_zero(backend):
     assert seen(rule=0) == {1}
 
 
+def test_minus_zero_is_zero(backend):
+    """-0 and +0 are one value: a tie at temperature 0 (lowest id) and at every cut (both stay)."""
+    row = torch.tensor([-0.0, 0.0, -1.0])
+    n = 500
+    seen = lambda **kw: set(run_op(backend, "verify_tree", **one_node(row, n, **kw))["next_root"].tolist())  # noqa: E731
+    assert seen(temperature=torch.zeros(n)) == {0}
+    assert seen(top_k=torch.ones(n, dtype=torch.int32)) == {0, 1}
+    assert seen(top_p=torch.full((n,), 0.1)) == {0, 1}
+    assert seen(temperature=torch.zeros(n), bias=torch.tensor([[0.0, -0.0, 1.0]]).repeat(n, 1)) == {0}
+
+
 def law(row, n_seeds: int, batch: int = 100_000, **kw) -> np.ndarray:
     hist = np.zeros(row.numel(), dtype=np.int64)
     for start in range(0, n_seeds, batch):
@@ -255,6 +266,15 @@ def test_malformed_trees_fall_back_to_the_root(backend, parents):
     assert out["flags"].item() & Flag.BAD_TREE
     assert out["out_tokens"][0].tolist() == [0, -1, -1] and out["path"][0].tolist() == [0, -1, -1]
     assert out["num_tokens_out"].item() == 1
+
+
+def test_more_nodes_than_the_limit(backend):
+    """1024 nodes are a tree, 1025 are refused as a whole."""
+    for n, emitted in ((1024, 2), (1025, 0)):
+        case = small([-1] + [0] * (n - 1), [9] + [5] * (n - 2) + [0], EYE[:1].expand(n, 6),
+                     out_tokens=torch.full((1, 4), -9), path=torch.full((1, 4), -9, dtype=torch.int32))
+        out = run_op(backend, "verify_tree", **case)
+        assert out["num_tokens_out"].item() == emitted and out["flags"].item() == (0 if emitted else Flag.BAD_TREE)
 
 
 @pytest.mark.parametrize("cu", [[0, -1], [2, 1], [0, 99], [0, 0]])
