@@ -53,6 +53,11 @@ class Output:
         """The JSON object of a --json run."""
         print(json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False), flush=True)
 
+    def wide_table(self, header: list, rows: list, left: int = 1) -> None:
+        """A table that a narrow terminal wraps instead of cutting its columns short."""
+        for i, cells in enumerate(plain_table(header, rows, left)):
+            self.line(cells, style="bold" if i == 0 else "")
+
     def table(self, header: list, rows: list, title: str = "", left: int = 1) -> None:
         """header and rows of strings; the first `left` columns are aligned left, the others right. "" in a row: empty."""
         if self.json_only:

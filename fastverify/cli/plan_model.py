@@ -83,6 +83,7 @@ def show(out: Output, data: dict) -> None:
     moe = f", {data['experts']} experts, top-{data['top_k']}" if data["experts"] else ", dense"
     out.line(f"{data['layers']} layers, hidden {data['hidden']}{moe}; {data['ranks']} ranks, {data['allreduces']} all-reduces a "
              "forward. Bytes over bandwidth: no launch gaps, no skew")
+    out.line("verify and round in ms, break-even tau, all-reduce (AR) in us, and tok/s at accept length tau:")
     taus = list(data["rows"][0]["tokens_per_second"])
     with_tau = any(r["tau"] is not None for r in data["rows"])
     seen: dict = {}
@@ -90,9 +91,8 @@ def show(out: Output, data: dict) -> None:
         seen.setdefault((r["allreduce"], r["allreduce_us"]), []).append(r)
     for (name, us), rows in seen.items():
         out.line()
-        header = ["shape", "rows"] + (["experts"] if data["experts"] else []) + ["all-reduce us", "verify ms", "round ms",
-                                                                                  "break-even tau"]
-        header += (["tau", "speed-up"] if with_tau else []) + [f"tok/s at {t}" for t in taus]
+        header = ["shape", "rows"] + (["experts"] if data["experts"] else []) + ["AR us", "verify", "round", "break-even"]
+        header += (["tau", "speed-up"] if with_tau else []) + [f"tau {t}" for t in taus]
         table = []
         for r in rows:
             row = [r["shape"], str(r["rows"])] + ([f"{r['experts']:.0f}"] if data["experts"] else [])
@@ -102,7 +102,8 @@ def show(out: Output, data: dict) -> None:
                 row += ["", ""] if r["tau"] is None else [f"{r['tau']:.2f}", f"{r['speed_up']:.2f}"]
             table.append(row + [f"{r['tokens_per_second'][t]:.0f}" for t in taus])
         title = f"plain {rows[0]['plain_ms']:.2f} ms" + (f", all-reduce {name} ({us:g} us)" if us else "")
-        out.table(header, table, title=title)
+        out.line(title)
+        out.wide_table(header, table)
     out.line()
     out.line("change first:", style="bold")
     for line in data["change_first"]:

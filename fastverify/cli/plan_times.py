@@ -113,10 +113,14 @@ def show(out: Output, data: dict) -> None:
         out.line(note)
     out.line()
     taus = list(data["rows"][0]["tokens_per_second"])
-    out.table(["all-reduce", "us", "verify ms", "draft ms", "round ms", "break-even tau", *(f"tok/s at {t}" for t in taus)],
-              [[r["allreduce"], "" if r["allreduce_us"] is None else f"{r['allreduce_us']:g}", f"{r['verify_ms']:.2f}",
-                f"{r['draft_ms']:.2f}", f"{r['round_ms']:.2f}", f"{r['break_even_tau']:.2f}",
-                *(f"{r['tokens_per_second'][t]:.0f}" for t in taus)] for r in data["rows"]])
+    out.line("a round in ms, its break-even tau, and tok/s at accept length tau:")
+    rows = []
+    for r in data["rows"]:
+        us = "" if r["allreduce_us"] is None else f"{r['allreduce_us']:g}"
+        times = [f"{r[key]:.2f}" for key in ("verify_ms", "draft_ms", "round_ms", "break_even_tau")]
+        rows.append([r["allreduce"], us, *times, *(f"{r['tokens_per_second'][t]:.0f}" for t in taus)])
+    header = ["all-reduce", "us", "verify", "draft", "round", "break-even", *(f"tau {t}" for t in taus)]
+    out.wide_table(header, rows)
     out.line()
     for line in data["verdicts"]:
         out.line(line)

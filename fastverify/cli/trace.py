@@ -64,9 +64,8 @@ def _show(out: Output, report, shown_steps: int) -> None:
     out.line(mean_sentence(report) + (f"   per step of {report.span:.1f} ms"), style="bold")
     out.line()
     if shown_steps and len(report.steps) > 1:
-        rows = [[s.name, str(len(s.kinds)), f"{s.span[report.shown] / 1e3:.2f}", step_sentence(s, report)]
-                for s in report.steps[:shown_steps]]
-        out.table(["step", "collectives", "ms", "communication"], rows)
+        for s in report.steps[:shown_steps]:
+            out.line(f"{s.name}, {len(s.kinds)} collectives, {s.span[report.shown] / 1e3:.2f} ms: {step_sentence(s, report)}")
         if len(report.steps) > shown_steps:
             out.line(f"... and {len(report.steps) - shown_steps} more steps (--steps)")
         out.line()
@@ -77,7 +76,9 @@ def _show(out: Output, report, shown_steps: int) -> None:
         drift = f"{report.drifts[r] * 1e6:+.1f}" if report.drifts[r] else ""
         rows.append([str(rank), f"{a.wire:.3f}", f"{a.waiting:.3f}", f"{a.gaps:.3f}", str(last[r]),
                      f"{report.offsets[r]:+.1f}", f"{report.spreads[r]:.1f}", drift])
-    out.table(["rank", "wire ms", "waiting ms", "gaps ms", "arrives last", "clock offset us", "+-", "drift ppm"], rows)
+    out.table(["rank", "wire", "waiting", "gaps", "last", "clock us", "+-", "ppm"], rows)
+    out.line("wire, waiting, gaps: ms per step. last: collectives in which the rank arrived last. clock: offset to rank "
+             f"{report.ranks[0]}, what is left after it, and drift.")
     out.line()
     for line in advice(report):
         out.line(line)

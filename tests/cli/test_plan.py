@@ -121,7 +121,7 @@ def test_dense_by_hand(plan, tmp_path, cli):  # noqa: F811
     assert first["shared_ms"] == pytest.approx(w.shared * 2 / 3e9) and first["kv_ms"] == pytest.approx(8192 * 32 * 2048 * 2 / 3e9)
     assert "other weights take" in data["change_first"][0]
     code, out, err = cli("plan", *args, "--accept", "0.7")
-    assert code == 0 and err == "" and "tree-60" in out and "break-even tau" in out and "speed-up" in out and "experts" not in out
+    assert code == 0 and err == "" and "tree-60" in out and "break-even tau" in out and "speed-up" in out and " experts " not in out
     assert plan(*args, "--plain-ms", "9")["rows"][0]["plain_ms"] == 9
 
 
@@ -174,3 +174,10 @@ def test_other_files(cli, k2, tmp_path):  # noqa: F811
     (tmp_path / "config.json").write_text("[1]")
     refused(cli("plan", *k2), "plan: config must be a JSON object; got ")
     refused(cli("plan", "--config", tmp_path / "none.json", *k2[2:]), "plan: config must be an existing file, or a folder")
+
+
+def test_table_of_times(cli):  # noqa: F811
+    code, out, err = cli("plan", *USER, *COMM, "--tau", "2")
+    lines = [line.split() for line in out.splitlines()]
+    assert code == 0 and ["nccl-p2p", "56", "11.82", "0.66", "12.48", "1.08", "160"] in lines
+    assert [line[:2] for line in lines if line and line[0] == "kernel"] == [["kernel", "10"]] * 2
