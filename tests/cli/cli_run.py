@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -25,12 +26,18 @@ def piped(*args: str, stdin: str = "", **env: str) -> subprocess.CompletedProces
     return subprocess.run([*COMMAND, *args], input=stdin, capture_output=True, text=True, env=environment(**env), timeout=120)
 
 
+def heed_interrupts() -> None:
+    """In a child before exec: a test run started in the background hands down an ignored SIGINT, which Python keeps."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A command on a pseudo-terminal that is its stdin, stdout and stderr, and its controlling terminal."""
 
     def __init__(self, *args: str, **env: str) -> None:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            heed_interrupts()
             os.execve(sys.executable, [*COMMAND, *args], environment(**env))
         self.seen, self.code = b"", None
 

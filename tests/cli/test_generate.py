@@ -9,7 +9,7 @@ import termios
 
 import pytest
 import torch
-from cli_run import COMMAND, GOLDEN, IDS, PAIR, Terminal, environment, piped
+from cli_run import COMMAND, GOLDEN, IDS, PAIR, Terminal, environment, heed_interrupts, piped
 
 from fastverify import Decoder, NgramDrafter, SamplingParams, load_draft, load_target, load_tokenizer
 from cli_fixtures import chatty, cli  # noqa: F401
@@ -152,7 +152,8 @@ LONG = ["generate", *PAIR, *IDS, "--tree", "tree-20", "--max-new-tokens", "960",
 
 
 def test_interrupt_in_a_pipe():
-    with subprocess.Popen([*COMMAND, *LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as p:
+    with subprocess.Popen([*COMMAND, *LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+                          preexec_fn=heed_interrupts) as p:
         first = p.stdout.read(20)
         p.send_signal(signal.SIGINT)
         out, err = p.communicate(timeout=60)
@@ -182,7 +183,8 @@ def test_interrupt_before_the_first_token(cli, monkeypatch):
 
 
 def test_a_closed_pipe_ends_quietly():
-    with subprocess.Popen([*COMMAND, *LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as p:
+    with subprocess.Popen([*COMMAND, *LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+                          preexec_fn=heed_interrupts) as p:
         p.stdout.read(10)
         p.stdout.close()
         err = p.stderr.read()
