@@ -112,6 +112,34 @@ def test_ties_at_every_cut_are_kept_and_lowest_id_wins_at_zero(backend):
     assert seen(rule=0) == {1}
 
 
+def test_top_p_is_exact_at_the_boundary(backend):
+    """Masses 1/2, 1/4, 1/4 are exact: p = 1/2 is covered by the first alone, anything above it needs the others (a tie)."""
+    row = torch.tensor([0.0, -0.6931472, -0.6931472, -40.0])
+    n = 500
+    seen = lambda p: set(run_op(backend, "verify_tree", **one_node(row, n, top_p=torch.full((n,), p)))["next_root"].tolist())  # noqa: E731
+    assert seen(0.5) == {0} and seen(0.5 - 2.0**-24) == {0}
+    assert seen(0.5 + 2.0**-23) == {0, 1, 2}
+
+
+def test_counts_and_ancestors_add_up(backend):
+    """A node sees each id as often as it was emitted before plus on its own path: exactly that much frequency penalty."""
+    v = 8
+    for emitted_before in (0, 1, 3):
+        for on_path in (0, 1, 2):
+            n = on_path + 1
+            rows = torch.zeros(n, v)
+            rows[:, 5] = 100.0       # the path repeats id 5 ...
+            rows[n - 1, 5] = 4.0     # ... and the last row has it 4 above the others
+            for step, want in ((3.9, 5), (4.1, 0)):  # the penalty of all earlier 5s stays just below, then passes the gap
+                total = emitted_before + on_path
+                frequency = step / total if total else 1e6
+                case = small([-1, *range(n - 1)], [9] + [5] * on_path, rows, penalties=torch.tensor([[1.0, frequency, 0.0]]),
+                             counts=torch.tensor([[0] * 5 + [emitted_before, 0, 0]], dtype=torch.int32))
+                out = run_op(backend, "verify_tree", **case)
+                assert out["out_tokens"][0].tolist()[:n] == [5] * on_path + [want if total else 5]
+                assert out["counts"][0, 5] == total + (out["out_tokens"][0, n - 1] == 5)
+
+
 def test_minus_zero_is_zero(backend):
     """-0 and +0 are one value: a tie at temperature 0 (lowest id) and at every cut (both stay)."""
     row = torch.tensor([-0.0, 0.0, -1.0])
