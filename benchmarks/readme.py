@@ -71,7 +71,7 @@ def results() -> str:
 
 SHAPES = (("evaluate-auto", "Timed, greedy, machine otherwise idle", True), ("evaluate-greedy", "Greedy", False),
           ("evaluate-sampled", "Temperature 0.8, top-p 0.95, seeded", False), ("evaluate-ngram", "N-gram drafter, the same sampling", False),
-          ("evaluate-chains", "Trees against the chain of min(nodes, depth)", False))
+          ("evaluate-chains", "The chain that tree-20 (depth 5) must not fall below, same prompts", False))
 
 
 def shapes() -> str:
