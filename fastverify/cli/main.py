@@ -24,6 +24,8 @@ def build_parser() -> Parser:
 
 def main(argv: "list | None" = None) -> int:
     """Runs one command; returns its exit code: 0, 1 (failed), 2 (wrong input, one line on stderr), 130 (Ctrl-C)."""
+    # Before torch is loaded: threads that spin between two products make a shared machine many times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

@@ -124,9 +124,11 @@ class Decoder:
         if len(self.shapes) == 1:
             return None
         if batch not in self._controllers:
-            times = {shape.name: self._round_ms(batch, shape) for shape in self.shapes}
-            if None in times.values():
+            # two passes, the better of each: a busy moment must not decide against a shape for good
+            passes = [{shape.name: self._round_ms(batch, shape) for shape in self.shapes} for _ in range(2)]
+            if None in passes[0].values() or None in passes[1].values():
                 return None
+            times = {name: min(p[name] for p in passes) for name in passes[0]}
             self._controllers[batch] = Controller(self.shapes, times)
         return self._controllers[batch]
 

@@ -114,7 +114,9 @@ class Controller:
     def observe(self, shape: Shape, accepted: float, ms: float) -> None:
         """accepted: drafts accepted per request in this round; ms: its duration."""
         old = self.round_ms.get(shape.name)
-        self.round_ms[shape.name] = ms if old is None else old + 0.05 * (ms - old)
+        # noise only ever adds time: a round at half the estimate or less shows that the estimate was taken at a bad moment
+        weight = 1.0 if old is None or ms <= 0.5 * old else 0.05
+        self.round_ms[shape.name] = ms if weight == 1.0 else old + weight * (ms - old)
         if not shape.speculative:
             return
         mean, rounds = self.accepted.get(shape.name, (0.0, 0))

@@ -130,3 +130,14 @@ def test_definitions():
     for _ in range(60):
         low.observe(chain, 0.09, 13.0)
     assert low.tau(parse_shape("tree-20")) == pytest.approx(1 + 0.1 * 1.65, rel=0.1)
+
+
+def test_a_measurement_taken_at_a_bad_moment_does_not_last():
+    """Noise only adds time: one round at half the estimate replaces it; slow rounds move it slowly."""
+    off, chain = parse_shape("off"), parse_shape("chain-2")
+    c = Controller((off, chain), {"off": 50.0, "chain-2": 2000.0})
+    assert c.choose() == off
+    c.observe(chain, 1.0, 60.0)
+    assert c.round_ms["chain-2"] == 60.0 and c.choose() == chain
+    c.observe(chain, 1.0, 2000.0)
+    assert c.round_ms["chain-2"] < 160.0
