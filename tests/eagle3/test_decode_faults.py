@@ -135,7 +135,7 @@ def test_a_broken_target_under_auto(monkeypatch):
 
 @pytest.mark.parametrize("drafter,nodes", [("eagle", [1, 3, 4, 8, 20]), ("ngram", [1, 8])])
 def test_calibration_measures_full_rounds(checked, monkeypatch, drafter, nodes):
-    """Every shape is timed on rounds of that shape, n-gram drafts included, on 2 x 4 requests and in a short context."""
+    """Every shape is timed twice on rounds of that shape, n-gram drafts included, for 1 and 4 requests and in a short context."""
     target, draft = golden()
     for limit in (1024, 70):
         monkeypatch.setattr(target, "config", replace(target.config, max_position=limit))
@@ -144,8 +144,8 @@ def test_calibration_measures_full_rounds(checked, monkeypatch, drafter, nodes):
             checked.clear()
             control = d.controller(batch)
             assert list(control.round_ms) == [s.name for s in d.shapes] and control is d.controller(batch)
-            assert len(checked) == len(nodes)
-            for run, n in zip(checked, nodes):
+            assert len(checked) == 2 * len(nodes)
+            for run, n in zip(checked, nodes * 2):
                 assert run.stats.steps == {run.fixed.name: 5} and len(run.prompts) == batch
                 sizes = [len(tree[0]) for trees in run.trees for tree in trees.values()]
                 assert sizes == [n] * (5 * batch)
