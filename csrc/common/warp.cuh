@@ -34,7 +34,11 @@ __device__ __forceinline__ T block_reduce(T v, F f, T* scratch) {
     __syncthreads();
     if (warp == 0) {
         T w = scratch[lane < warps ? lane : 0];
-        w = warp_reduce(w, f);
+#pragma unroll
+        for (int d = 16; d > 0; d >>= 1) {
+            const T other = __shfl_down_sync(kFullWarp, w, d);
+            if (lane + d < warps) w = f(w, other);
+        }
         if (lane == 0) scratch[32] = w;
     }
     __syncthreads();
