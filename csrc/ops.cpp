@@ -72,6 +72,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
         "Tensor? v_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, SymInt row_base, "
         "float scale, int window, float softcap) -> ()");
 
+    // ---- comm ---------------------------------------------------------------------------------
+    // comm: address of an fv_comm (csrc/comm/fv_comm.h), Communicator.handle. x of every rank, contiguous, same shape;
+    // out = sum over ranks in rank order in fp32, rounded once: the same bits on every rank. Virtual communicators take
+    // [world, ...] for x and out; on the CPU x is [world, ...] (gathered) and out one rank's.
+    m.def("all_reduce(Tensor x, Tensor(a!) out, int comm) -> ()");
+    // residual += sum over ranks of x [rows,H], rounded; out = RMSNorm(residual) * weight [H]. prefetch i64 [P,2]:
+    // (address, bytes) of weights to pull into L2 meanwhile.
+    m.def(
+        "all_reduce_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, Tensor(b!) out, Tensor? prefetch, "
+        "int comm, float eps) -> ()");
+    // x of any dtype, at most 64 KiB a rank -> out [world, *x.shape].
+    m.def("all_gather_small(Tensor x, Tensor(a!) out, int comm) -> ()");
+
     // ---- accept -------------------------------------------------------------------------------
     // logits [R,V] -> accepted path and emitted tokens, every processor fused. See accept/verify_tree.py.
     m.def(
