@@ -163,7 +163,7 @@ struct Exchange {
         for (int r = 0; r < args.world; ++r) st_relaxed_sys(poison_of(me.slabs[r]), 1u + rank);
     }
     __device__ __forceinline__ void report(uint32_t why, int missing, int stage) {
-        if (why == kTimeout) atomicOr(&me.state[kMissingMask], 1u << missing);
+        if (missing != rank) atomicOr(&me.state[kMissingMask], 1u << missing);
         st_relaxed_sys(&me.status[kMissingMask], ld_relaxed_sys(&me.state[kMissingMask]));
         if (ld_relaxed_sys(&me.status[kFailure]) != kNoFailure) return;
         st_relaxed_sys(&me.status[kFailedRank], rank);

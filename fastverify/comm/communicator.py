@@ -101,8 +101,8 @@ class Communicator:
         failed = [w for w in ([int(v) for v in row] for row in self.status) if w[_FAILURE]]
         if not failed:
             return
-        # who waited for an input knows the culprit; who waited for an owner's result only knows whom the owner kept waiting
-        first = min(failed, key=lambda w: (not w[_MISSING_MASK], w[_FAILED_STAGE]))
+        # The root: the earliest call, and in it whoever waited for an input; waiting for an owner's result is a consequence.
+        first = min(failed, key=lambda w: (w[_FAILED_EPOCH] & 0xFFFFFFFF, not w[_MISSING_MASK], w[_FAILED_STAGE], w[_FAILURE]))
         missing = [p for p in range(self.world) if first[_MISSING_MASK] >> p & 1]
         who = f"rank(s) {missing} did not come" if missing else "a peer gave up first"
         raise CommunicatorError(
