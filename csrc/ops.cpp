@@ -127,4 +127,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
         "compact_kv(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor path, Tensor num_tokens_out, "
         "Tensor prefix_len, Tensor page_table, Tensor? cu_nodes, Tensor? aux, Tensor(c!)? aux_out, "
         "Tensor(d!)? cu_out) -> ()");
+    // The same over lists of per-layer caches [pages,page,...] (v_caches empty for latent caches).
+    m.def(
+        "compact_kv_layers(Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor path, "
+        "Tensor num_tokens_out, Tensor prefix_len, Tensor page_table, Tensor? cu_nodes, Tensor? aux, "
+        "Tensor(c!)? aux_out, Tensor(d!)? cu_out) -> ()");
 }

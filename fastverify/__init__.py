@@ -15,7 +15,8 @@ _WHERE = {  # public name -> module
     "all_reduce": "comm.all_reduce", "all_reduce_rms_norm": "comm.all_reduce_rms_norm",
     "all_gather_small": "comm.all_gather_small", "Communicator": "comm.communicator",
     "CommunicatorError": "comm.communicator",
-    "compact_kv": "kv.compact_kv", "VerifyPlan": "plan", "ForwardBatch": "models.batch", "KVCache": "models.batch",
+    "compact_kv": "kv.compact_kv", "compact_kv_layers": "kv.compact_kv_layers", "VerifyPlan": "plan",
+    "ForwardBatch": "models.batch", "KVCache": "models.batch",
     "load_target": "models.load", "load_tokenizer": "models.load", "load_draft": "eagle3.checkpoint",
     "Decoder": "eagle3.decode", "SamplingParams": "eagle3.decode",
 }

@@ -53,7 +53,8 @@ def need_kernel(backend: str, op: str) -> None:
 def run_op(backend: str, op: str, **kwargs) -> dict:
     """Calls `op` on "reference", "cpu", "cuda" or "emulated" with clones of the mutable arguments.
 
-    Returns {name: tensor on the CPU} of every mutable argument that was given. Missing keywords are passed as None.
+    Returns {name: tensor on the CPU} of every mutable argument that was given (a list of tensors: {name: list}). Missing
+    keywords are passed as None.
     """
     unknown = set(kwargs) - {a.name for a in schema(op)}
     assert not unknown, f"{op} has no argument {unknown}"
@@ -62,16 +63,16 @@ def run_op(backend: str, op: str, **kwargs) -> dict:
     mutable, outputs, args = set(mutable_names(op)), {}, []
     for a in schema(op):
         value = kwargs.get(a.name)
-        if isinstance(value, torch.Tensor):
-            value = value.to(device)
+        if isinstance(value, (torch.Tensor, list)):
+            move = lambda t: t.to(device).clone(memory_format=torch.preserve_format) if a.name in mutable else t.to(device)  # noqa: B023, E731
+            value = [move(t) for t in value] if isinstance(value, list) else move(value)
             if a.name in mutable:
-                value = value.clone(memory_format=torch.preserve_format)
                 outputs[a.name] = value
         args.append(value)
     call = (getattr(reference, op) if backend == "reference" else
             getattr(torch.ops.fastverify_emulated, op).default if backend == "emulated" else _ops.get(op))
     call(*args)
-    return {k: v.cpu() for k, v in outputs.items()}
+    return {k: [t.cpu() for t in v] if isinstance(v, list) else v.cpu() for k, v in outputs.items()}
 
 
 def positional(op: str, **kwargs) -> tuple:
