@@ -22,10 +22,8 @@ void probe_cuda(const Tensor x, Tensor out) {
     check_tensor("probe", "x", x, {ScalarType::Float}, {kAny}, x);
     check_tensor("probe", "out", out, {ScalarType::Float}, {x.size(0)}, x);
     if (x.numel() == 0) return;
-    const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-    probe_kernel<<<ceil_div(x.numel(), kThreads), kThreads, 0, current_stream(x.get_device_index())>>>(
-        cptr<float>(x), mptr<float>(out), x.numel());
-    FV_CUDA_CHECK("probe", cudaGetLastError());
+    const Launch launch("probe", x);
+    launch.run(probe_kernel, dim3(ceil_div(x.numel(), kThreads)), dim3(kThreads), 0, cptr<float>(x), mptr<float>(out), x.numel());
 }
 
 }  // namespace
