@@ -59,6 +59,17 @@ def need_kernel(backend: str, op: str) -> None:
         pytest.skip(f"{op} has no CUDA source yet")
 
 
+def device_of(backend: str) -> str:
+    return "cuda" if backend == "cuda" or (backend == "triton" and not INTERPRETED) else "cpu"
+
+
+def implementation(backend: str, op: str):
+    """The callable of `op` on a back end, with the schema's positional arguments."""
+    return (getattr(reference, op) if backend == "reference" else
+            getattr(torch.ops.fastverify_emulated, op).default if backend == "emulated" else
+            _triton.function(op) if backend == "triton" else _ops.get(op))
+
+
 def run_op(backend: str, op: str, **kwargs) -> dict:
     """Calls `op` on "reference", "cpu", "cuda", "emulated" or "triton" with clones of the mutable arguments.
 
@@ -67,7 +78,7 @@ def run_op(backend: str, op: str, **kwargs) -> dict:
     unknown = set(kwargs) - {a.name for a in schema(op)}
     assert not unknown, f"{op} has no argument {unknown}"
     need_kernel(backend, op)
-    device = "cuda" if backend == "cuda" or (backend == "triton" and not INTERPRETED) else "cpu"
+    device = device_of(backend)
     mutable, outputs, args = set(mutable_names(op)), {}, []
     for a in schema(op):
         value = kwargs.get(a.name)
@@ -79,10 +90,7 @@ def run_op(backend: str, op: str, **kwargs) -> dict:
                 value = value.clone(memory_format=torch.preserve_format)
                 outputs[a.name] = value
         args.append(value)
-    call = (getattr(reference, op) if backend == "reference" else
-            getattr(torch.ops.fastverify_emulated, op).default if backend == "emulated" else
-            _triton.function(op) if backend == "triton" else _ops.get(op))
-    call(*args)
+    implementation(backend, op)(*args)
     return {k: v.cpu() for k, v in outputs.items()}
 
 
