@@ -40,11 +40,13 @@ def choose(nodes: int, group: int, head_dim: int, item: int, kv_heads: int, sms:
     multiprocessors and bytes of shared memory per block. A tile holds one request's packed rows up to 64, or up to 128
     where shared memory is large; K and V steps are staged as deep as two blocks per multiprocessor allow."""
     block_d = max(16, triton.next_power_of_2(head_dim))
-    tall = 128 if max_smem > 160 * 1024 and block_d * item <= 256 else 64
+    tall = 16 if item == 4 else 128 if max_smem > 160 * 1024 and block_d * item <= 256 else 64
     block_m = max(16, triton.next_power_of_2(group), min(triton.next_power_of_2(max(nodes, 1) * group), tall))
     per_sm = 1 if block_m > 64 or max_smem < 160 * 1024 else 2
     room = max_smem // per_sm - block_m * block_d * item - 2048
     block_n, step = 64, 2 * block_d * item
+    if item == 4:  # float32 products are unrolled: large ones take long to compile and spill
+        block_n = 16 if block_d > 64 else 32
     while block_n > 16 and 2 * block_n * step > room:
         block_n //= 2
     stages = min(3, max(1, room // (block_n * step)))

@@ -81,12 +81,14 @@ def visible(pos, start, mask, at, ok, words, node, prefix, columns, row_base, ed
     if HAS_MASK:
         word = tl.maximum(start - prefix, 0) // 64
         low, high = mask_word(mask, at, ok, word, words, columns), mask_word(mask, at, ok, word + 1, words, columns)
-        second = (column >= 64 * (word + 1))[None, :]
-        bits = tl.where(second, high[:, None], low[:, None])
-        shift = (column & 63).to(tl.int64)[None, :]
-        tree = ((bits >> shift) & 1) != 0
+        e = (column - 64 * word)[None, :]  # in 0..127 where it is a column
+        half = tl.where(e < 64, tl.where(e < 32, low.to(tl.int32)[:, None], (low >> 32).to(tl.int32)[:, None]),
+                        tl.where(e < 96, high.to(tl.int32)[:, None], (high >> 32).to(tl.int32)[:, None]))
+        tree = ((half >> (e & 31)) & 1) != 0
         if WINDOW > 0:  # by depth: the visible columns after this one
-            rest = (bits.to(tl.uint64, bitcast=True) >> shift.to(tl.uint64)) >> 1
+            second = e >= 64
+            bits = tl.where(second, high[:, None], low[:, None])
+            rest = (bits.to(tl.uint64, bitcast=True) >> (e & 63).to(tl.uint64)) >> 1
             after_low = visible_after(mask, at, ok, word, words, columns)
             after_high = visible_after(mask, at, ok, word + 1, words, columns)
             after = count_bits(rest.to(tl.int64, bitcast=True)) + tl.where(second, after_high[:, None], after_low[:, None])
@@ -152,16 +154,16 @@ def fold_step(acc, top, total, s, values, CLEAN: tl.constexpr, DOT_F32: tl.const
     keep = tl.exp2(top - safe)
     acc = acc * keep[:, None]
     total = total * keep + tl.sum(p, 1)
-    if not CLEAN:
-        wide = values.to(tl.float32)
-        bad = tl.where(tl.abs(wide) < float("inf"), 0, 1)
-        if tl.max(tl.max(bad, 1), 0) > 0:  # a key that a row does not see is skipped, not multiplied by zero
+    if not CLEAN:  # a key that a row does not see is skipped, not multiplied by zero
+        finite = tl.abs(values) < float("inf")
+        odd = tl.where(finite, 0.0, values)
+        if tl.max(tl.max(tl.where(finite, 0, 1), 1), 0) > 0:
             key = tl.arange(0, BLOCK_N)
-            for j in range(0, BLOCK_N):
+            for j in tl.range(0, BLOCK_N, num_stages=1):
                 weight = tl.sum(tl.where((key == j)[None, :], p, 0.0), 1)
-                value = tl.sum(tl.where((key == j)[:, None] & (bad > 0), wide, 0.0), 0)
+                value = tl.sum(tl.where((key == j)[:, None], odd, 0.0).to(tl.float32), 0)
                 acc += tl.where(weight[:, None] == 0.0, 0.0, weight[:, None] * value[None, :])
-            values = tl.where(bad > 0, 0.0, wide).to(values.dtype)
+        values = tl.where(finite, values, 0.0)
     if DOT_F32:
         acc = tl.dot(p, values, acc, input_precision="ieee")
     else:
@@ -217,7 +219,7 @@ def attend_unit(q, k_cache, v_cache, mask, page_row, words, pages, table_columns
         acc, top, total = fold_step(acc, top, total, s, operand(values, query, DOT_F32, E4M3), True, DOT_F32, BLOCK_N)
     masked = (full_from - begin + BLOCK_N - 1) // BLOCK_N  # steps before those, then the steps after them
     steps = masked + tl.maximum(end - full_to + BLOCK_N - 1, 0) // BLOCK_N
-    for step in range(0, steps):
+    for step in tl.range(0, steps, num_stages=1):
         start = tl.where(step < masked, begin + step * BLOCK_N, full_to + (step - masked) * BLOCK_N)
         pos = start + j
         offsets, backed = cell_offsets(pos, start, page_row, pages, table_columns, pos < end, k_page, k_slot, PAGE_SIZE, BLOCK_N)
