@@ -23,5 +23,13 @@ start=$SECONDS
 touch "$work"/venv/.{torch,installed,dev}  # what make looks at: `make sanitize VENV=build/test/venv` may use it
 echo "install: $((SECONDS - start)) s"
 "$work/venv/bin/fastverify" fetch-demo || echo "The demo model could not be fetched: the tests that need it are skipped."
+if command -v nvcc >/dev/null; then
+  start=$SECONDS
+  (cd "$work/source" && bash tests/emulator/build.sh "$python")
+  export FASTVERIFY_EMULATED=$work/source/build/emulator/fastverify_emulated.so
+  echo "CUDA kernels for the emulator: $((SECONDS - start)) s"
+else
+  echo "No CUDA headers (nvcc): the tests of the CUDA kernels on the emulator are skipped."
+fi
 # shellcheck disable=SC2086
 exec bash .ci/run_tests.sh "$python" "$work/source" "$work/run" tests ${PYTEST_ARGS:-}

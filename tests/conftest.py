@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: back ends, seeds, and a runner that calls any op by keyword on any back end."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -10,7 +11,13 @@ import torch
 import fastverify.reference as reference
 from fastverify import _ops
 
-BACKENDS = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+# The CUDA sources on the CPU, if tests/emulator/build.sh has been run: their logic, not their speed or races.
+EMULATED = Path(os.environ.get("FASTVERIFY_EMULATED",
+                               Path(__file__).resolve().parent.parent / "build/emulator/fastverify_emulated.so"))
+if EMULATED.exists():
+    torch.ops.load_library(str(EMULATED))
+
+BACKENDS = (["cpu"] + (["cuda"] if torch.cuda.is_available() else []) + (["emulated"] if EMULATED.exists() else []))
 
 
 def pytest_collection_modifyitems(items):
@@ -39,10 +46,12 @@ def need_kernel(backend: str, op: str) -> None:
     """Skips, in words, when this build has no kernel of `op` for the back end."""
     if backend == "cuda" and not _ops.has_kernel(op, "cuda"):
         pytest.skip(f"{op} has no CUDA kernel in this build")
+    if backend == "emulated" and not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastverify_emulated::{op}", "CPU"):
+        pytest.skip(f"{op} has no CUDA source yet")
 
 
 def run_op(backend: str, op: str, **kwargs) -> dict:
-    """Calls `op` on "reference", "cpu" or "cuda" with clones of the mutable arguments.
+    """Calls `op` on "reference", "cpu", "cuda" or "emulated" with clones of the mutable arguments.
 
     Returns {name: tensor on the CPU} of every mutable argument that was given. Missing keywords are passed as None.
     """
@@ -59,7 +68,9 @@ def run_op(backend: str, op: str, **kwargs) -> dict:
                 value = value.clone(memory_format=torch.preserve_format)
                 outputs[a.name] = value
         args.append(value)
-    (getattr(reference, op) if backend == "reference" else _ops.get(op))(*args)
+    call = (getattr(reference, op) if backend == "reference" else
+            getattr(torch.ops.fastverify_emulated, op).default if backend == "emulated" else _ops.get(op))
+    call(*args)
     return {k: v.cpu() for k, v in outputs.items()}
 
 

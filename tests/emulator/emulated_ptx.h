@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// csrc/common/ptx.cuh for the emulator: the same functions in plain C++ (fragment layouts: PTX ISA, "Matrix
+// Fragments for mma.m16n8k16" and "ldmatrix").
+#pragma once
+#include "emulator.h"
+
+namespace fv {
+
+inline uint32_t shared_address(const void*) { return 0; }
+
+inline void cp_async_16(void* dst, const void* src, bool pred = true) {
+    if (pred) std::memcpy(dst, src, 16);
+    else std::memset(dst, 0, 16);
+}
+inline void cp_async_commit() {}
+template <int kPending>
+inline void cp_async_wait() {}
+
+template <int kMatrices, bool kTrans>
+inline void emulated_ldmatrix(uint32_t* r, const void* row) {
+    const uint64_t* seen = emu::warp_exchange(0xffffffffu, reinterpret_cast<uint64_t>(row), "ldmatrix");
+    uint64_t rows[32];
+    std::memcpy(rows, seen, sizeof(rows));
+    const int lane = emu::current->lane;
+    for (int m = 0; m < kMatrices; ++m) {
+        auto at = [&](int i, int j) {
+            return static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(rows[8 * m + i])[j]);
+        };
+        const int i = lane / 4, j = 2 * (lane % 4);
+        r[m] = kTrans ? at(j, i) | at(j + 1, i) << 16 : at(i, j) | at(i, j + 1) << 16;
+    }
+    emu::warp_exchange(0xffffffffu, 0, "ldmatrix end");
+}
+inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) { emulated_ldmatrix<4, false>(r, row); }
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) { emulated_ldmatrix<4, true>(r, row); }
+inline void ldmatrix_x2(uint32_t (&r)[2], const void* row) { emulated_ldmatrix<2, false>(r, row); }
+inline void ldmatrix_x2_trans(uint32_t (&r)[2], const void* row) { emulated_ldmatrix<2, true>(r, row); }
+
+inline float emulated_f16(uint16_t h) {
+    const uint32_t sign = (h & 0x8000u) << 16, e = h >> 10 & 31, f = h & 1023;
+    float v;
+    if (e == 0) v = static_cast<float>(f) * 0x1p-24f;
+    else if (e == 31) v = emu::from_bits<float>(0x7f800000u | f << 13);
+    else v = emu::from_bits<float>((e + 112) << 23 | f << 13);
+    return emu::from_bits<float>(static_cast<uint32_t>(emu::to_bits(v)) | sign);
+}
+inline float emulated_bf16(uint16_t h) { return emu::from_bits<float>(static_cast<uint32_t>(h) << 16); }
+
+// Sums in double and rounds once: the hardware's order of additions is its own, so tests compare with a tolerance.
+template <float (*kConvert)(uint16_t)>
+inline void emulated_mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    struct Mine { uint32_t a[4], b[2]; } mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}}, all[32];
+    emu::warp_share(0xffffffffu, &mine, sizeof(mine), all);
+    auto half = [](uint32_t v, int i) { return kConvert(static_cast<uint16_t>(v >> 16 * i)); };
+    auto at_a = [&](int row, int k) { return half(all[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)], k % 2); };
+    auto at_b = [&](int k, int n) { return half(all[n * 4 + k % 8 / 2].b[k / 8], k % 2); };
+    const int lane = emu::current->lane;
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + 8 * (i / 2), col = 2 * (lane % 4) + i % 2;
+        double sum = d[i];
+        for (int k = 0; k < 16; ++k) sum += static_cast<double>(at_a(row, k)) * at_b(k, col);
+        d[i] = static_cast<float>(sum);
+    }
+}
+inline void mma_16816_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    emulated_mma<emulated_bf16>(d, a, b0, b1);
+}
+inline void mma_16816_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    emulated_mma<emulated_f16>(d, a, b0, b1);
+}
+
+inline uint32_t ld_acquire(const uint32_t* p) { return *p; }
+inline void st_release(uint32_t* p, uint32_t v) { *p = v; }
+inline uint32_t atomic_add_acq_rel(uint32_t* p, uint32_t v) {
+    const uint32_t old = *p;
+    *p = old + v;
+    return old;
+}
+inline void prefetch_l2(const void*) {}
+inline uint4 load_streaming_16(const void* p) {
+    uint4 v;
+    std::memcpy(&v, p, 16);
+    return v;
+}
+
+}  // namespace fv
