@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kHeadThreads) head_mma_kernel(const HeadArgs a
     const int begin = slot * plan.steps, total = plan.tiles * plan.k_steps;
     const int end = begin + plan.steps < total ? begin + plan.steps : total;
 
-    // ---- loading: 8 threads fetch the 128 bytes of one row, 16 rows at a time ------------------------------------
+    // ---- loading: 8 threads fetch the 128 bytes of one row --------------------------------------------------------
+    constexpr int kAtOnce = kHeadThreads / 8;
     const int chunk16 = tid & 7, first_row = tid >> 3;
     int load_tile = begin / plan.k_steps, load_k = begin % plan.k_steps, load_stage = 0;
     const auto load_step = [&]() {
@@ -47,19 +48,20 @@ __global__ void __launch_bounds__(kHeadThreads) head_mma_kernel(const HeadArgs a
         const int64_t v = static_cast<int64_t>(load_tile) * kHeadTile + first_row;
         const auto* w = static_cast<const uint16_t*>(a.weight) + v * a.weight_stride + column;
 #pragma unroll
-        for (int i = 0; i < kHeadTile / 16; ++i) {
-            const int r = first_row + 16 * i;
-            const bool ok = inside && v + 16 * i < a.vocab;
-            cp_async_16(stage + r * kRowBytes + ((chunk16 ^ (r >> 2 & 7)) << 4), ok ? w + 16 * i * a.weight_stride : a.weight, ok);
+        for (int i = 0; i < kHeadTile / kAtOnce; ++i) {
+            const int r = first_row + kAtOnce * i;
+            const bool ok = inside && v + kAtOnce * i < a.vocab;
+            cp_async_16(stage + r * kRowBytes + ((chunk16 ^ (r >> 2 & 7)) << 4),
+                        ok ? w + kAtOnce * i * a.weight_stride : a.weight, ok);
         }
         const auto* x = static_cast<const uint16_t*>(a.hidden) + (row0 + first_row) * a.hidden_stride + column;
 #pragma unroll
-        for (int i = 0; i < (kRows + 15) / 16; ++i) {
-            const int r = first_row + 16 * i;
+        for (int i = 0; i < (kRows + kAtOnce - 1) / kAtOnce; ++i) {
+            const int r = first_row + kAtOnce * i;
             if (r >= kRows) break;
             const bool ok = inside && row0 + r < a.rows;
             cp_async_16(stage + kWeightBytes + r * kRowBytes + ((chunk16 ^ (r & 7)) << 4),
-                        ok ? x + 16 * i * a.hidden_stride : a.hidden, ok);
+                        ok ? x + kAtOnce * i * a.hidden_stride : a.hidden, ok);
         }
         load_stage = load_stage + 1 == kStages ? 0 : load_stage + 1;
         if (++load_k == plan.k_steps) load_k = 0, ++load_tile;
@@ -140,18 +142,18 @@ __global__ void __launch_bounds__(kHeadThreads) head_mma_kernel(const HeadArgs a
     };
     // ---- logits of a finished tile: through this thread's own corner of a free stage, so that the loop stays rolled --
     const auto take_tile = [&](int tile, unsigned char* stage) {
-        constexpr int kAtOnce = kN < 4 ? kN : 4;  // n-tiles of 2 node rows per thread
-        float4* const corner = reinterpret_cast<float4*>(stage + warp * (kAtOnce * 2 * 512)) + lane;
+        constexpr int kTiles = kN < 4 ? kN : 4;  // n-tiles at a time: 2 node rows of this thread each
+        float4* const corner = reinterpret_cast<float4*>(stage + warp * (kTiles * 2 * 512)) + lane;
         const int64_t v = static_cast<int64_t>(tile) * kHeadTile + warp * 32 + (lane >> 2) * 4;
 #pragma unroll
-        for (int base = 0; base < kN; base += kAtOnce) {
+        for (int base = 0; base < kN; base += kTiles) {
 #pragma unroll
-            for (int n = 0; n < kAtOnce; ++n) {
+            for (int n = 0; n < kTiles; ++n) {
                 corner[64 * n] = make_float4(acc[0][base + n][0], acc[0][base + n][2], acc[1][base + n][0], acc[1][base + n][2]);
                 corner[64 * n + 32] = make_float4(acc[0][base + n][1], acc[0][base + n][3], acc[1][base + n][1], acc[1][base + n][3]);
             }
 #pragma unroll 1
-            for (int c = 0; c < 2 * kAtOnce; ++c) {
+            for (int c = 0; c < 2 * kTiles; ++c) {
                 const float4 f = corner[32 * c];
                 float x[4] = {f.x, f.y, f.z, f.w};
                 const int i = (base + (c >> 1)) * 8 + (lane & 3) * 2 + (c & 1);

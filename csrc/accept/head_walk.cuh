@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_id(void* p, bool wide, int64_t i, int64_t 
     else static_cast<int32_t*>(p)[i] = static_cast<int32_t>(value);
 }
 
-// Requests with filters (wants_logits) and inactive ones are left alone: verify_tree's kernel has written theirs.
+// Requests with filters (wants_logits) are left alone: verify_tree's kernel has written theirs.
 // The keys of the request's rows are zero again afterwards.
 __global__ void __launch_bounds__(kHeadThreads) head_walk_kernel(const HeadArgs a, const HeadOutputs o) {
     __shared__ Key keys[kMaxNodes];
@@ -32,9 +32,17 @@ __global__ void __launch_bounds__(kHeadThreads) head_walk_kernel(const HeadArgs 
     __shared__ int32_t child[2];
     const int64_t b = blockIdx.x, d = o.max_path;
     const bool in_order = ranges_in_order(a);
-    if (!a.active[b]) return;
     const RowParams p = a.params(b);
-    if (wants_logits(a, in_order, p)) return;
+    const bool active = a.active[b] != 0;
+    if (active && wants_logits(a, in_order, p)) return;
+    for (int64_t i = threadIdx.x; i < d; i += blockDim.x) {
+        o.path[b * d + i] = -1;
+        store_id(o.out_tokens, o.wide_tokens, b * d + i, -1);
+    }
+    if (!active) {  // remaining and next_root stay as they are
+        if (threadIdx.x == 0) o.num_tokens_out[b] = o.flags[b] = 0;
+        return;
+    }
 
     const NodeRange r = node_range(a.cu_nodes, b, a.rows);
     const int32_t* parents = a.parents + r.begin;
@@ -47,10 +55,6 @@ __global__ void __launch_bounds__(kHeadThreads) head_walk_kernel(const HeadArgs 
         if (i > 0) bad_tree = bad_tree || parents[i] < 0 || parents[i] >= i;
         const int64_t t = a.tokens[r.begin + i];
         if (i > 0) bad_token = bad_token || t < 0 || t >= a.vocab;
-    }
-    for (int64_t i = threadIdx.x; i < d; i += blockDim.x) {
-        o.path[b * d + i] = -1;
-        store_id(o.out_tokens, o.wide_tokens, b * d + i, -1);
     }
     int32_t flags = p.flags, n = r.n;
     if (__syncthreads_or(bad_tree || n == 0)) {
