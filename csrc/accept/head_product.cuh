@@ -25,7 +25,7 @@ __device__ __forceinline__ void read_bounds(const HeadArgs& a, const HeadShared&
 }
 
 template <bool kBf16, int kRows>
-__global__ void __launch_bounds__(kHeadThreads) head_mma_kernel(const HeadArgs a, const HeadPlan plan) {
+__global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArgs a, const HeadPlan plan) {
     constexpr int kStages = head_stages(kRows), kStageBytes = head_stage_bytes(kRows), kN = kRows / 8;
     constexpr int kRowBytes = kHeadStep * 2, kWeightBytes = kHeadTile * kRowBytes;
     __shared__ int flag;

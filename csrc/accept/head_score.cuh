@@ -148,20 +148,23 @@ __device__ __forceinline__ void apply_extras(const HeadArgs& a, const HeadRow& r
     if (a.penalties) {
         const RowParams p = a.params(b);
         int32_t count[4];
+#pragma unroll
         for (int j = 0; j < 4; ++j) count[j] = a.counts && v + j < a.vocab ? a.counts[b * a.vocab + v + j] : 0;
         if (row.above >> ((v >> 2) & 31) & 1) {
             const int64_t begin = a.cu_nodes[b];
             for (int64_t node = r - begin; node > 0; node = a.parents[begin + node]) {  // climbed once before
                 const int64_t j = a.tokens[begin + node] - v;
-                for (int i = 0; i < 4; ++i) count[i] += j == i;
+    #pragma unroll
+            for (int i = 0; i < 4; ++i) count[i] += j == i;
             }
         }
+#pragma unroll
         for (int j = 0; j < 4; ++j) x[j] = apply_penalties(x[j], count[j], p.repetition, p.frequency, p.presence);
     }
+#pragma unroll
     for (int j = 0; j < 4; ++j) {
-        if (v + j >= a.vocab) break;
-        if (a.bias) x[j] += a.bias[b * a.vocab + v + j];
-        if (a.bitmask) {
+        if (a.bias && v + j < a.vocab) x[j] += a.bias[b * a.vocab + v + j];
+        if (a.bitmask && v + j < a.vocab) {
             const int64_t words = (a.vocab + 31) / 32;
             const uint32_t word = static_cast<uint32_t>(a.bitmask[r * words + (v >> 5)]);
             if (!(word >> ((v + j) & 31) & 1)) x[j] = -kInf;
@@ -179,6 +182,7 @@ __device__ __forceinline__ void take_logits(const HeadArgs& a, const HeadShared&
     }
     if (a.extras()) apply_extras(a, row, r, v, x);
     bool bad = false;
+#pragma unroll
     for (int j = 0; j < 4; ++j) {
         if (v + j >= a.vocab) x[j] = -kInf;
         bad = bad || is_bad(x[j]);
@@ -188,6 +192,7 @@ __device__ __forceinline__ void take_logits(const HeadArgs& a, const HeadShared&
     float bound = s.bound[i];
     Key best = 0;
     if (row.temperature == 0.0f) {
+#pragma unroll
         for (int j = 0; j < 4; ++j) {
             const float z = scale_logit(x[j], 1.0f);
             if (z > -kInf && z >= bound) {
@@ -200,6 +205,7 @@ __device__ __forceinline__ void take_logits(const HeadArgs& a, const HeadShared&
         // -log E <= -log x = 32 ln 2 - ln(r + 1/2) for E = -log1p(-x): with an upper bound of z, only entries that can
         // still win are worth exact logarithms. The slack covers every rounding, here and in the exact value.
         const Philox4 noise = philox4x32(static_cast<uint32_t>(v >> 2), row.t, kStreamTarget, 0, row.seed_lo, row.seed_hi);
+#pragma unroll
         for (int j = 0; j < 4; ++j) {
             const float z = x[j] * row.inverse;
             const float most = __fmaf_rn(32.0f - __log2f(static_cast<float>(noise.v[j]) + 0.5f), kLn2, z);
