@@ -24,6 +24,22 @@ TRITON = _triton.installed() and (INTERPRETED or torch.cuda.is_available())
 BACKENDS = (["cpu"] + (["cuda"] if torch.cuda.is_available() else []) + (["emulated"] if EMULATED.exists() else [])
             + (["triton"] if TRITON else []))
 
+
+def _mend_interpreter() -> None:
+    """numpy >= 2.4 refuses int(array of one element), which Triton 3.6's interpreter does for range(tensor)."""
+    from triton.runtime import interpreter
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor, *scope):
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = mended
+
+
+if TRITON and INTERPRETED:
+    _mend_interpreter()
+
 NOT_INTERPRETED = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
