@@ -100,14 +100,14 @@ def probe() -> str:
     if data is None:
         return ""
     header = ["draft", "shape", "tau", "draft ms", "verify ms", "comm", "other", "break-even", "predicted tok/s", "measured", "error",
-              "against plain", "equal"]
+              "other half", "against plain", "equal"]
     plain = data["rows"][0]["measured"]["tokens_per_second"]
     rows = []
     for r in data["rows"]:
         ms, speed = r["ms"], r["measured"]["tokens_per_second"]
-        rows.append([r["draft"], r["shape"], f"{r['tau']:.2f}", *(f"{ms[k]:.2f}" for k in ("draft", "verify", "communication", "other")),
-                     f"{r['break_even_tau']:.2f}", f"{r['predicted']['tokens_per_second']:.1f}", f"{speed:.1f}",
-                     f"{100 * r['error']:+.1f} %", f"{speed / plain:.2f}x", f"{r['equal']}/{r['prompts']}"])
+        rows.append([r["draft"], r["shape"], f"{r['tau']:.2f}" + (f" ± {r['tau_standard_error']:.2f}" if r["tau_standard_error"] else ""), *(f"{ms[k]:.2f}" for k in ("draft", "verify", "communication", "other")),
+                     f"{r['break_even_tau']:.2f}", f"{r['predicted_tokens_per_second']:.1f}", f"{speed:.1f}",
+                     f"{100 * r['error']:+.1f} %", f"{100 * r['error_other_half']:+.1f} %", f"{speed / plain:.2f}x", f"{r['equal']}/{r['prompts']}"])
     verdicts = [f"* {r['draft']} {r['shape']}: {r['verdict']}" for r in data["rows"] if r["verdict"]]
     return "\n".join([f"{where(name, data)}:", "", *table(header, rows), "", *verdicts])
 

@@ -15,7 +15,7 @@ EAGLE_SHAPES, NGRAM_SHAPES = "chain-2,chain-3,chain-5,tree-8", "tree-8"
 
 def add_parser(commands) -> argparse.ArgumentParser:
     text = ("Runs drafters on a target and prints, per drafter and shape: accept length, where a round's time goes, the break-even "
-            "accept length of this machine, predicted and measured speed, and a verdict. Half of the prompts predicts the other.")
+            "accept length of this machine, predicted and measured speed, and a verdict.")
     parser = commands.add_parser("probe", help="does speculation pay here: drafters measured", description=text)
     parser.add_argument("--prompts", metavar="FILE", help="JSON lines with `prompt`, `turns` or `token_ids` (default: the 30 "
                         "prompts that ship with the package)")
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
     data = dict(kind="fastverify probe", environment=environment(session.device, session.target.dtype),
                 target=Path(session.target_name).name, world_size=1, batch=args.batch,
-                prompts=dict(predict=len(ids[0]), measure=len(ids[1])), max_new_tokens=args.max_new_tokens,
+                prompts=dict(halves=[len(half) for half in ids]), max_new_tokens=args.max_new_tokens,
                 sampling=asdict(plan.params), plain_ms=rows[0].off.as_dict(), rows=[r.as_dict(args.verify_ms) for r in rows],
                 summary=probe_report.summary(rows), notes=session.notes + ([busy] if busy else []))
     if args.out:
@@ -79,8 +79,9 @@ def _show(out: Output, rows: list, data: dict, args: argparse.Namespace) -> None
     e = data["environment"]
     out.line(f"{data['target']} on {e['device']} ({e['threads']} threads), {e['dtype']}, batch {data['batch']}, world size 1: plain "
              f"step {rows[0].off.total:.2f} ms (p20 {rows[0].off.p20:.2f}, p80 {rows[0].off.p80:.2f})")
-    out.line(f"{data['prompts']['predict']} prompts and calibrated rounds predict the tok/s of {data['prompts']['measure']} other "
-             f"prompts, {args.max_new_tokens} new tokens each")
+    first, second = data["prompts"]["halves"]
+    out.line(f"{first + second} prompts, {args.max_new_tokens} new tokens each. predicted: counted tokens per round over calibrated ms. "
+             f"other half: acceptance of {first} prompts against the clock of the other {second}")
     out.line()
     out.wide_table(*probe_report.times_table(rows), left=2)
     header, depths = probe_report.depth_table(rows)

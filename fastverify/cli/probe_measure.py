@@ -8,7 +8,6 @@ import torch
 from ..eagle3.decode import Decoder, SamplingParams
 from ..eagle3.shapes import OFF, Shape
 from ..eagle3.stats import SynchronizedStats, distinct_ngram_ratio
-from . import report
 from .probe_report import Pieces, Row, pieces
 
 WARM_TOKENS = 12
@@ -51,7 +50,7 @@ def measure(settings: list, halves: tuple, plan: Plan, progress: Callable = lamb
     """Rows of all settings; settings[0] must be plain decoding. halves: two lists of token-id lists.
 
     Group by group (plan.batch prompts) every setting runs a group of the first half, is calibrated behind its text, and runs
-    a group of the second half. What predicts a speed (acceptance of the first half, calibrated rounds) is never that speed.
+    a group of the second half. No clock of these runs enters a prediction: it has the calibrated rounds and counts.
     """
     groups = [[half[i:i + plan.batch] for i in range(0, len(half), plan.batch)] for half in halves]
     records = [_Record() for _ in settings]
@@ -110,6 +109,5 @@ def _rows(settings: list, records: list) -> list:
         equal = sum(a == b for a, b in zip(texts, plain.texts[0] + plain.texts[1]))
         distinct = [distinct_ngram_ratio(t) for t in texts]
         calibrated = off if s.shape == OFF else pieces(r.rounds, r.split)
-        rows.append(Row(s.draft, s.shape.name, s.shape.nodes, s.shape.levels, calibrated, off, report.merge(r.stats[0]),
-                        report.merge(r.stats[1]), equal, len(texts), sum(distinct) / len(distinct)))
+        rows.append(Row(s.draft, s.shape.name, s.shape.nodes, s.shape.levels, calibrated, off, r.stats[0], r.stats[1], equal, len(texts), sum(distinct) / len(distinct)))
     return rows

@@ -1,6 +1,7 @@
 """What a probe found: pieces of a round, prediction against measurement, verdict. Pure functions; no torch."""
 
 from dataclasses import asdict, dataclass
+from math import sqrt
 from statistics import median
 from typing import Optional
 
@@ -61,7 +62,7 @@ class Row:
 
     nodes, levels     of the shape
     calibrated, off   Pieces of a speculative round of it and of a plain round, from calibration runs
-    first, second     Stats of the two halves of the prompts: the acceptance of the first predicts the speed of the second
+    first, second     Stats of the batches of the two halves of the prompts
     equal, prompts    texts that are plain decoding's token for token, of how many
     distinct          mean distinct-4-gram ratio of the texts
     """
@@ -72,8 +73,8 @@ class Row:
     levels: int
     calibrated: Pieces
     off: Pieces
-    first: Stats
-    second: Stats
+    first: list
+    second: list
     equal: int = 0
     prompts: int = 0
     distinct: float = 1.0
@@ -84,7 +85,16 @@ class Row:
 
     @property
     def stats(self) -> Stats:
-        return report.merge([self.first, self.second])
+        return report.merge(self.first + self.second)
+
+    @property
+    def tau_error(self) -> Optional[float]:
+        """Standard error of tau over the batches, which are taken for independent."""
+        runs, extra = self.first + self.second, self.stats.tau - 1
+        if len(runs) < 2 or self.plain:
+            return None
+        squares = sum((r.accepted - extra * r.rounds) ** 2 for r in runs)
+        return sqrt(len(runs) / (len(runs) - 1) * squares) / self.stats.rounds if self.stats.rounds else None
 
     def share(self, stats: Stats) -> float:
         """Share of the rounds that speculated."""
@@ -99,21 +109,25 @@ class Row:
         p = self.round(self.stats)
         return break_even_tau(self.off.total, p.verify + p.communication, p.draft, p.other)
 
-    @property
-    def predicted(self) -> Optional[float]:
-        """tok/s: tokens per round of the first half over the calibrated round."""
-        tokens = tokens_per_round(self.first)
-        return 1e3 * tokens / self.round(self.first).total if tokens else None
+    def predicted(self, counts: Stats) -> Optional[float]:
+        """tok/s: tokens per round as counted, over the calibrated round."""
+        tokens = tokens_per_round(counts)
+        return 1e3 * tokens / self.round(counts).total if tokens else None
 
     @property
     def measured(self) -> Optional[float]:
-        """tok/s of the second half."""
-        return self.second.tokens_per_second or None
+        """tok/s of all prompts."""
+        return self.stats.tokens_per_second or None
 
     @property
     def error(self) -> Optional[float]:
-        """predicted / measured - 1."""
-        return self.predicted / self.measured - 1 if self.predicted and self.measured else None
+        """Predicted over measured tok/s - 1, all prompts: what the calibrated times miss."""
+        return ratio(self.predicted(self.stats), self.measured)
+
+    @property
+    def error_other_half(self) -> Optional[float]:
+        """The same with the acceptance of the first half against the clock of the second: other texts, too."""
+        return ratio(self.predicted(report.merge(self.first)), report.merge(self.second).tokens_per_second or None)
 
     @property
     def speed_up(self) -> float:
@@ -124,19 +138,25 @@ class Row:
         p = self.round(self.stats)
         if not self.plain and not self.stats.drafted:
             return "nothing was drafted: all rounds were plain"
-        return verdict(self.stats.tau, self.off, p, verify_ms)
+        return verdict(self.stats.tau, self.off, p, verify_ms, self.tau_error)
 
     def as_dict(self, verify_ms: Optional[float] = None) -> dict:
         s, p = self.stats, self.round(self.stats)
-        half = lambda x: dict(tau=x.tau, tokens_per_round=tokens_per_round(x), rounds=x.rounds)  # noqa: E731
+
+        def clocked(runs: list) -> dict:
+            x = report.merge(runs)
+            return dict(tau=x.tau, rounds=x.rounds, tokens_per_round=tokens_per_round(x), round_ms=report.ms_per_step(x),
+                        tokens_per_second=x.tokens_per_second or None)
+
         return dict(
             draft=self.draft, shape=self.shape, nodes=self.nodes, levels=self.levels, tau=s.tau, accepted=s.accepted,
             drafted=s.drafted, rounds=s.rounds, speculative_share=0.0 if self.plain else self.share(s),
             per_depth=[dict(depth=d, unconditional=u, conditional=c) for d, u, c in s.per_depth()], ms=p.as_dict(),
             speculative_ms=self.calibrated.as_dict(), break_even_tau=self.break_even, speed_up=self.speed_up,
-            predicted=dict(tokens_per_second=self.predicted, round_ms=self.round(self.first).total, **half(self.first)),
-            measured=dict(tokens_per_second=self.measured, round_ms=report.ms_per_step(self.second), **half(self.second)),
-            error=self.error, equal=self.equal, prompts=self.prompts, distinct_4gram_ratio=self.distinct,
+            tau_standard_error=self.tau_error, predicted_tokens_per_second=self.predicted(s), measured=clocked(self.first + self.second),
+            error=self.error, halves=[clocked(self.first), clocked(self.second)],
+            predicted_from_other_half=self.predicted(report.merge(self.first)), error_other_half=self.error_other_half,
+            equal=self.equal, prompts=self.prompts, distinct_4gram_ratio=self.distinct,
             verdict=None if self.plain else self.verdict(verify_ms))
 
 
@@ -145,9 +165,15 @@ def tokens_per_round(stats: Stats) -> float:
     return (stats.emitted - stats.first_tokens) / report.steps(stats) if report.steps(stats) else 0.0
 
 
-def verdict(tau: float, plain: Pieces, p: Pieces, verify_ms: Optional[float] = None) -> str:
+def ratio(a: Optional[float], b: Optional[float]) -> Optional[float]:
+    """a / b - 1, None without one of them."""
+    return a / b - 1 if a and b else None
+
+
+def verdict(tau: float, plain: Pieces, p: Pieces, verify_ms: Optional[float] = None, tau_error: Optional[float] = None) -> str:
     """One sentence: tau against break-even, and what another verify time would do.
 
+    tau_error  standard error of tau: within two of them of break-even the sentence says so
     verify_ms  of the other verify, communication included; None: where speculation loses, that of a plain step
     """
     even = break_even_tau(plain.total, p.verify + p.communication, p.draft, p.other)
@@ -157,6 +183,8 @@ def verdict(tau: float, plain: Pieces, p: Pieces, verify_ms: Optional[float] = N
         head += f"changes nothing ({100 * gain:+.1f} %)"
     else:
         head += f"loses {-100 * gain:.0f} %" if gain < 0 else f"wins {100 * gain:.0f} %"
+    if tau_error and abs(tau - even) < 2 * tau_error:
+        head += f" (too close to call: tau is known to +-{2 * tau_error:.2f}; more prompts)"
     if verify_ms is None and gain >= report.EVEN:
         return head
     other = plain.verify + plain.communication if verify_ms is None else verify_ms
@@ -192,15 +220,16 @@ def noise(rows: list) -> Optional[str]:
 
 def times_table(rows: list) -> tuple:
     header = ["draft", "shape", "tau", "acc/drafted", "draft ms", "verify", "comm", "other", "round", "break-even", "predicted",
-              "measured", "error", "x plain", "equal"]
+              "measured", "error", "other half", "x plain", "equal"]
     plain = rows[0].measured
     out = []
     for r in rows:
         p = r.round(r.stats)
         ms = [f"{v:.2f}" for v in (p.draft, p.verify, p.communication, p.other, p.total)]
-        out.append([r.draft, r.shape, f"{r.stats.tau:.2f}", f"{r.stats.accepted}/{r.stats.drafted}", *ms, f"{r.break_even:.2f}",
-                    _or_dash(r.predicted, ".1f"), _or_dash(r.measured, ".1f"),
-                    _or_dash(None if r.error is None else 100 * r.error, "+.1f", " %"),
+        tau = f"{r.stats.tau:.2f}" + (f" +-{r.tau_error:.2f}" if r.tau_error is not None else "")
+        percent = [_or_dash(None if e is None else 100 * e, "+.1f", " %") for e in (r.error, r.error_other_half)]
+        out.append([r.draft, r.shape, tau, f"{r.stats.accepted}/{r.stats.drafted}", *ms, f"{r.break_even:.2f}",
+                    _or_dash(r.predicted(r.stats), ".1f"), _or_dash(r.measured, ".1f"), *percent,
                     _or_dash(r.measured / plain if r.measured and plain else None, ".2f"), f"{r.equal}/{r.prompts}"])
     return header, out
 

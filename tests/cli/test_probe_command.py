@@ -55,32 +55,48 @@ def test_the_users_verdict():
 
 
 def test_communication_is_part_of_the_verify():
-    even = pr.Row("d", "chain-3", 4, 3, piece(0.66, 5.0, 0.0, 25.0), piece(), counted({"chain-3": 10}, 17, 10, 6, 30),
-                  counted({"chain-3": 10}, 17, 10, 6, 30, 306.6))
+    even = pr.Row("d", "chain-3", 4, 3, piece(0.66, 5.0, 0.0, 25.0), piece(), [counted({"chain-3": 10}, 17, 10, 6, 30)],
+                  [counted({"chain-3": 10}, 17, 10, 6, 30, 306.6)])
     assert even.break_even == pytest.approx(30.66 / 11.6) and even.as_dict()["ms"]["communication"] == 25.0
     assert "tau 1.60 < break-even 2.64: speculation loses 39 %" in even.verdict()
 
 
-def test_prediction_uses_the_first_half_and_the_calibration_only():
-    row = pr.Row("d", "chain-2", 3, 2, piece(4.0, 15.0, 1.0), piece(verify=10.0), counted({"chain-2": 50}, 101, 50, 52, 100, 9e9),
-                 counted({"chain-2": 40}, 101, 40, 62, 80, 1000.0))
-    assert row.predicted == pytest.approx(1e3 * 2.0 / 20.0) and row.measured == pytest.approx(100.0)
-    assert row.error == pytest.approx(0.0) and row.break_even == 2.0
-    assert row.stats.tau == pytest.approx((52 + 62 + 90) / 90) and row.speed_up == pytest.approx(row.stats.tau / 2)
-    d = row.as_dict()
-    assert d["predicted"]["tau"] == pytest.approx(2.04) and d["measured"]["tau"] == pytest.approx(2.55)
-    assert d["measured"]["round_ms"] == 25.0 and d["predicted"]["round_ms"] == 20.0
+def test_predictions_hold_no_clock_of_the_runs():
+    def row(ms: float) -> pr.Row:
+        return pr.Row("d", "chain-2", 3, 2, piece(4.0, 15.0, 1.0), piece(verify=10.0), [counted({"chain-2": 50}, 101, 50, 52, 100, ms)],
+                      [counted({"chain-2": 40}, 101, 40, 62, 80, 1000.0)])
+    r = row(1000.0)
+    assert r.predicted(r.stats) == pytest.approx(1e3 * 200 / 90 / 20.0) and r.measured == pytest.approx(100.0)
+    assert r.error == pytest.approx(200 / 90 * 50 / 100 - 1) and row(9e9).predicted(r.stats) == r.predicted(r.stats)
+    assert r.error_other_half == row(9e9).error_other_half == pytest.approx(2.0 * 50 / 100 - 1)
+    assert r.stats.tau == pytest.approx((52 + 62 + 90) / 90) and r.break_even == 2.0 and r.speed_up == pytest.approx(r.stats.tau / 2)
+    d = r.as_dict()
+    assert [h["tau"] for h in d["halves"]] == pytest.approx([2.04, 2.55]) and d["halves"][1]["round_ms"] == 25.0
+    assert d["measured"]["tokens_per_second"] == r.measured and d["predicted_from_other_half"] == pytest.approx(100.0)
+
+
+def test_standard_error_of_tau():
+    """Over batches as independent draws: here taus 2, 3, 1 of ten rounds each, so sd 1, and 1 / sqrt(3)."""
+    runs = [counted({"chain-3": 10}, 30, 10, a, 30) for a in (10, 20, 0)]
+    row = pr.Row("d", "chain-3", 4, 3, piece(), piece(), runs[:2], runs[2:])
+    assert row.stats.tau == 2.0 and row.tau_error == pytest.approx(1 / 3**0.5)
+    alike = pr.Row("d", "chain-3", 4, 3, piece(0, 11.0), piece(verify=10.0), [runs[0]] * 2, [runs[0]])
+    assert alike.tau_error == 0.0 and alike.verdict() == "tau 2.00 >= break-even 1.10: speculation wins 82 %"
+    assert pr.Row("d", "chain-3", 4, 3, piece(0, 26.0), piece(verify=10.0), runs[:2], runs[2:]).verdict() == (
+        "tau 2.00 < break-even 2.60: speculation loses 23 % (too close to call: tau is known to +-1.15; more prompts); with verify at "
+        "10 ms (a plain step's) it would win 100 %")
+    assert pr.Row("none", "off", 1, 0, piece(), piece(), runs, runs).tau_error is None
 
 
 def test_rounds_without_a_draft_cost_a_plain_step():
     """An n-gram drafter that found a match in a quarter of the rounds."""
-    row = pr.Row("ngram", "tree-8", 8, 7, piece(1.0, 19.0), piece(verify=10.0), counted({"tree-8": 10, "off": 30}, 61, 40, 20, 70),
-                 counted({"tree-8": 5, "off": 5}, 21, 10, 10, 35, 150.0))
-    assert row.predicted == pytest.approx(1e3 * 1.5 / 12.5)
+    row = pr.Row("ngram", "tree-8", 8, 7, piece(1.0, 19.0), piece(verify=10.0), [counted({"tree-8": 10, "off": 30}, 61, 40, 20, 70)],
+                 [counted({"tree-8": 5, "off": 5}, 21, 10, 10, 35, 150.0)])
+    assert row.predicted(row.first[0]) == pytest.approx(1e3 * 1.5 / 12.5) and row.predicted(row.stats) == pytest.approx(1e3 * 1.6 / 13)
     assert row.round(row.stats).total == pytest.approx(13.0) and row.break_even == pytest.approx(1.3)
     assert row.round(row.stats).draft == pytest.approx(0.3)
-    none = pr.Row("ngram", "tree-8", 8, 7, piece(1.0, 19.0), piece(), counted({"off": 30}, 31, 30, 0, 0), counted({"off": 9}, 10, 9, 0, 0))
-    assert none.verdict() == "nothing was drafted: all rounds were plain" and none.predicted == pytest.approx(1e3 / 11.6)
+    none = pr.Row("ngram", "tree-8", 8, 7, piece(1.0, 19.0), piece(), [counted({"off": 30}, 31, 30, 0, 0)], [counted({"off": 9}, 10, 9, 0, 0)])
+    assert none.verdict() == "nothing was drafted: all rounds were plain" and none.predicted(none.stats) == pytest.approx(1e3 / 11.6)
     assert none.measured is None and none.error is None
 
 
@@ -100,7 +116,7 @@ def test_pieces_are_medians_that_add_up():
 
 
 def test_noise_is_named():
-    row = pr.Row("d", "off", 1, 0, pr.Pieces(0, 10, 0, 0, 9.0, 11.0), piece(), Stats(), Stats())
+    row = pr.Row("d", "off", 1, 0, pr.Pieces(0, 10, 0, 0, 9.0, 11.0), piece(), [Stats()], [Stats()])
     assert pr.noise([row]) is None and pr.summary([row]) == "no speed was measured: every text ended before a decode step"
     row.calibrated = pr.Pieces(0, 10, 0, 0, 9.0, 19.0)
     assert "rounds of one shape differ by 100 %" in pr.noise([row])
@@ -155,7 +171,7 @@ def test_every_drafter_in_one_table(cli, file):  # noqa: F811
     assert code == 0 and data["kind"] == "fastverify probe" and data["world_size"] == 1
     assert [(r["draft"], r["shape"]) for r in data["rows"]] == [
         ("none", "off"), *(("draft", s) for s in ("chain-2", "chain-3", "chain-5", "tree-8")), ("ngram", "tree-8")]
-    assert data["prompts"] == {"predict": 3, "measure": 3} and data["environment"]["command"]
+    assert data["prompts"] == {"halves": [3, 3]} and data["environment"]["command"]
     target = load_target(PAIR[1])
     first, second = halves([Prompt(str(i), "ab"[i % 2], "", ids) for i, ids in enumerate(PROMPTS)])
     for r in data["rows"]:
@@ -164,18 +180,19 @@ def test_every_drafter_in_one_table(cli, file):  # noqa: F811
             runs = [decoder.generate([p.token_ids], 24, stop_ids=[]).stats for p in first + second]
             assert (r["accepted"], r["drafted"], r["rounds"]) == tuple(sum(getattr(s, k) for s in runs)
                                                                        for k in ("accepted", "drafted", "rounds"))
-            assert r["predicted"]["tokens_per_round"] == pytest.approx(3 * 23 / sum(s.rounds for s in runs[:3]))
-            assert r["measured"]["tokens_per_round"] == pytest.approx(3 * 23 / sum(s.rounds for s in runs[3:]))
+            for half, part in zip(r["halves"], (runs[:3], runs[3:])):
+                assert half["tokens_per_round"] == pytest.approx(3 * 23 / sum(s.rounds for s in part))
+            assert r["measured"]["tokens_per_round"] == pytest.approx(6 * 23 / sum(s.rounds for s in runs)) and r["tau_standard_error"] > 0
             assert r["verdict"].startswith(f"tau {r['tau']:.2f}") and len(r["per_depth"]) == decoder.shapes[0].levels
         ms = r["ms"]
         assert ms["round"] == pytest.approx(sum(ms[k] for k in ("draft", "verify", "communication", "other"))) and ms["verify"] > 0
         assert ms["communication"] == 0.0 and r["equal"] == r["prompts"] == 6
         assert r["break_even_tau"] == pytest.approx(ms["round"] / data["plain_ms"]["round"])
-        assert r["predicted"]["tokens_per_second"] == pytest.approx(
-            1e3 * r["predicted"]["tokens_per_round"] / r["predicted"]["round_ms"])
+        assert r["predicted_tokens_per_second"] == pytest.approx(1e3 * r["measured"]["tokens_per_round"] / ms["round"])
+        assert r["error"] == pytest.approx(r["predicted_tokens_per_second"] / r["measured"]["tokens_per_second"] - 1)
     assert data["rows"][0]["tau"] == data["rows"][0]["break_even_tau"] == 1.0 and data["rows"][0]["verdict"] is None
     ngram = data["rows"][-1]
-    assert 0 < ngram["speculative_share"] <= 1 and ngram["predicted"]["round_ms"] > 0
+    assert 0 < ngram["speculative_share"] <= 1
     assert data["summary"].startswith("fastest here: ")
 
 
@@ -187,10 +204,11 @@ def test_the_page(cli, file, tmp_path):  # noqa: F811
     data = json.loads(result.read_text())
     lines = out.splitlines()
     assert re.match(r"target on .* \(\d+ threads\), float32, batch 2, world size 1: plain step [\d.]+ ms \(p20 [\d.]+, p80 ", lines[0])
-    assert lines[1] == "3 prompts and calibrated rounds predict the tok/s of 3 other prompts, 24 new tokens each"
+    assert lines[1] == ("6 prompts, 24 new tokens each. predicted: counted tokens per round over calibrated ms. other half: acceptance of 3 "
+                        "prompts against the clock of the other 3")
     header = re.split(r"\s{2,}", lines[3])
     assert header == ["draft", "shape", "tau", "acc/drafted", "draft ms", "verify", "comm", "other", "round", "break-even",
-                      "predicted", "measured", "error", "x plain", "equal"]
+                      "predicted", "measured", "error", "other half", "x plain", "equal"]
     assert lines[5].split()[:3] == ["draft", "chain-2", f"{data['rows'][1]['tau']:.2f}"] and lines[5].split()[-1] == "6/6"
     assert any(line.startswith("draft chain-2: tau ") and "with verify at 0.001 ms it would win" in line for line in lines)
     assert re.search(r"draft +shape +depth 1 +depth 2\ndraft +chain-2 +0\.\d\d +0\.\d\d \(0\.\d\d\)", out)
