@@ -14,7 +14,6 @@ namespace fv {
 
 constexpr int kUnitTokens = 64;
 constexpr int kMaxSplitBatch = 1024;  // more requests: whole sequences, no split
-constexpr int64_t kMinUnitsPerBlock = 4;
 
 // ---- which keys a row sees -----------------------------------------------------------------------------------
 FV_HD uint64_t low_bits(int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~0ull : (1ull << n) - 1; }
@@ -143,11 +142,12 @@ struct AttentionLaunch {
     int tile_rows;        // rows (node x query head of the group) that share one pass over the KV
     int stages;           // tiles of the cp.async ring
     int blocks;           // of 128 threads; persistent
+    int least_units;      // of kUnitTokens per block
     int separate_merge;   // 1: few sequences, long: a second kernel merges, over the whole device
     int64_t smem;         // dynamic shared memory, bytes
 };
 
-constexpr int kStaticSmem = 256;       // at most this much static shared memory
+constexpr int kStaticSmem = 192;       // at most this much static shared memory
 constexpr int kSystemSmem = 1024;      // what the system keeps of every block's shared memory
 
 constexpr int kMaxStages = 6;
@@ -179,7 +179,7 @@ FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_h
     const int64_t stage = 2 * tile_tokens(head_dim) * head_dim * kv_bytes;
     const int64_t one = max_smem - kStaticSmem;                                         // a block alone on its multiprocessor
     const int64_t half = (max_smem + kSystemSmem) / 2 - kSystemSmem - kStaticSmem;  // one of two
-    const auto need = [&](int tile, int stages) { return prefix_bytes(batch) + tile * head_dim * 2 + stages * stage; };
+    const auto need = [&](int tile, int stages) { return prefix_bytes(batch) + tile * 8 + tile * head_dim * 2 + stages * stage; };
     const auto fits = [&](int tile, int64_t room) { return need(tile, least_stages(head_dim, tile, stage)) <= room; };
     int tile = head_dim > 128 ? 32 : 16;
     while (tile < (head_dim > 128 ? 64 : 128) && tile < nodes * group && fits(2 * tile, one)) tile *= 2;
@@ -187,18 +187,21 @@ FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_h
     a.tile_rows = tile;
     a.stages = least_stages(head_dim, tile, stage);
     while (a.stages < kMaxStages && need(tile, a.stages + 1) <= (two ? half : one)) ++a.stages;
-    const int64_t blocks = sms * (two ? 2 : 1), most = tile * head_dim / 2;  // a merge keeps a weight per piece where Q was
-    a.blocks = static_cast<int>(blocks < most ? blocks : most);
+    const int64_t blocks = sms * (two ? 2 : 1), most = tile == 16 && head_dim == 64 ? 512 : 1024;  // a merge keeps a weight per piece where Q was
+    a.blocks = static_cast<int>(blocks < most ? blocks : most);  // at most kMaxBlocks
     a.smem = need(tile, a.stages);
+    a.least_units = 4;
     a.separate_merge = batch * kv_heads * row_tiles(nodes, group, tile) * 8 < a.blocks;
     return a;
 }
 
-// Bytes of the workspace: counters (which must be zero), then two partial results per block.
+constexpr int64_t kCounterBytes = 4096;  // at the start of every workspace, whatever the shape; must be zero between calls
+constexpr int64_t kMaxBlocks = kCounterBytes / 4;
+
+// Bytes of the workspace: a counter per block, then two partial results per block.
 FV_HD int64_t partial_floats(int64_t tile_rows, int64_t head_dim) { return tile_rows * (head_dim + 2); }
-FV_HD int64_t counter_bytes(int64_t blocks) { return (blocks * 4 + 127) / 128 * 128; }
 FV_HD int64_t attention_workspace(const AttentionLaunch& a, int64_t head_dim) {
-    return counter_bytes(a.blocks) + 2 * a.blocks * partial_floats(a.tile_rows, head_dim) * 4;
+    return kCounterBytes + 2 * a.blocks * partial_floats(a.tile_rows, head_dim) * 4;
 }
 
 }  // namespace fv

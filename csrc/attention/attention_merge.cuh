@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ Atte
     float* weights = reinterpret_cast<float*>(ring + kMergeRing);
     const int64_t total = lay_out_work(p, tile_rows, prefix, scratch);
     if (total == 0) return;
-    const int length = static_cast<int>(range_length(total, p.blocks, kMinUnitsPerBlock));
+    const int length = static_cast<int>(range_length(total, p.blocks, p.least_units));
     const int groups = tile_rows / kMergeRows, items = p.blocks * groups;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const int64_t begin = static_cast<int64_t>(item / groups) * length;

@@ -76,14 +76,14 @@ __device__ __forceinline__ int piece_at(const AttentionParams& p, const int* pre
     return take;
 }
 
-// Walks a block's pieces.
+// Walks a block's pieces. Lives in shared memory with the piece: one thread moves it.
 struct Worker {
     int at, stop, length;        // on the line of work; length 0: whole sequences, `item` of requests x heads
     int64_t item;
     int tile;
 
-    __device__ __forceinline__ Worker(const AttentionParams& p, int64_t total) {
-        length = total > 0 ? static_cast<int>(range_length(total, gridDim.x, kMinUnitsPerBlock)) : 0;
+    __device__ __forceinline__ void start(const AttentionParams& p, int64_t total) {
+        length = total > 0 ? static_cast<int>(range_length(total, gridDim.x, p.least_units)) : 0;
         const int64_t begin = static_cast<int64_t>(blockIdx.x) * length;
         at = static_cast<int>(begin < total ? begin : total);
         stop = static_cast<int>(begin + length < total ? begin + length : total);

@@ -45,6 +45,7 @@ bool tiles_can_read(const AttentionParams& p) {
 void run_tiles(const Launch& launch, AttentionParams& p, const AttentionLaunch& choice, AttentionKernel kernel, const OptTensor& workspace) {
     p.blocks = choice.blocks;
     p.stages = choice.stages;
+    p.least_units = choice.least_units;
     p.separate_merge = choice.separate_merge;
     if (workspace) {
         const int64_t need = attention_workspace(choice, p.head_dim), have = workspace->numel();
@@ -52,7 +53,7 @@ void run_tiles(const Launch& launch, AttentionParams& p, const AttentionLaunch& 
                  ": workspace must be at least ", need, " bytes, 16-byte aligned, zeroed once; got ", have,
                  ". Fix: allocate it with tree_attention_workspace for these shapes.");
         p.counters = static_cast<uint32_t*>(workspace->mutable_data_ptr());
-        p.partials = reinterpret_cast<float*>(static_cast<unsigned char*>(workspace->mutable_data_ptr()) + counter_bytes(choice.blocks));
+        p.partials = reinterpret_cast<float*>(static_cast<unsigned char*>(workspace->mutable_data_ptr()) + kCounterBytes);
     }
     launch.run(kernel, dim3(choice.blocks), dim3(128), choice.smem, p);
     if (!p.partials || !p.separate_merge || p.batch > kMaxSplitBatch) return;

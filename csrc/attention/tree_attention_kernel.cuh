@@ -17,13 +17,16 @@ struct Attend {
     using Kv = typename T::Kv;
     const AttentionParams& p;
     unsigned char *q_smem, *ring;
+    uint64_t* seen;                          // [kRows]
     const int lane, warp, row_group, share;  // share: which of the kSplit warps of its row group
     float o[T::kMt][T::kOt][4];
     float top[T::kMt][2], sum[T::kMt][2];    // of rows lane / 4 and lane / 4 + 8
     uint32_t q_fragments[T::kQInRegisters ? T::kHeadDim / 16 : 1][4];
 
-    __device__ __forceinline__ Attend(const AttentionParams& params, unsigned char* q_shared, unsigned char* ring_shared)
-        : p(params), q_smem(q_shared), ring(ring_shared), lane(threadIdx.x & 31), warp(threadIdx.x >> 5),
+    // shared: Q, the ring of stages, seen
+    __device__ __forceinline__ Attend(const AttentionParams& params, unsigned char* shared)
+        : p(params), q_smem(shared), ring(shared + T::kQBytes),
+          seen(reinterpret_cast<uint64_t*>(ring + params.stages * T::kStage)), lane(threadIdx.x & 31), warp(threadIdx.x >> 5),
           row_group(warp / T::kSplit), share(warp % T::kSplit) {}
 
     __device__ __forceinline__ void load_q(const Piece& piece) {
@@ -113,25 +116,35 @@ struct Attend {
         }
     }
 
-    // -inf where a row does not see a key. `start`: cache position of the warp's first token of this step.
-    __device__ __forceinline__ void mask(float (&s)[T::kMt][T::kNt][4], const Piece& piece, int start) {
+    // seen[row]: the cache positions start .. start + 63 that each row of the tile sees. All threads; ends with a barrier.
+    __device__ __forceinline__ void look(const Piece& piece, int start) {
+        __syncthreads();
+        for (int row = threadIdx.x; row < T::kRows; row += T::kThreads) {
+            const RowTarget t = row_target(p, piece, T::kRows, row);
+            uint64_t bits = 0;
+            if (t.live) {
+                const RowSight sight = row_sight(p.mask ? p.mask + t.row * p.mask_row : nullptr, p.words,
+                                                 p.row_base + t.row - piece.keys.row0, piece.keys.columns, piece.keys.prefix, p.window);
+                bits = visible_positions(sight, piece.keys.prefix, start);
+            }
+            seen[row] = bits;
+        }
+        __syncthreads();
+    }
+
+    // -inf where a row does not see a key; the scores are of kSub tokens from `token` of the tile.
+    __device__ __forceinline__ void mask(float (&s)[T::kMt][T::kNt][4], int token) {
 #pragma unroll
         for (int m = 0; m < T::kMt; ++m) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = row_group * T::kWarpRows + 16 * m + 8 * h + lane / 4;
-                const RowTarget t = row_target(p, piece, T::kRows, row);
-                uint64_t seen = 0;
-                if (t.live) {
-                    const RowSight sight = row_sight(p.mask ? p.mask + t.row * p.mask_row : nullptr, p.words,
-                                                     p.row_base + t.row - piece.keys.row0, piece.keys.columns, piece.keys.prefix, p.window);
-                    seen = visible_positions(sight, piece.keys.prefix, start) >> 2 * (lane & 3);
-                }
+                const uint32_t bits = static_cast<uint32_t>(seen[row] >> token) >> 2 * (lane & 3);
 #pragma unroll
                 for (int n = 0; n < T::kNt; ++n) {
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        if (!(seen >> (8 * n + e) & 1)) s[m][n][2 * h + e] = -INFINITY;
+                        if (!(bits >> (8 * n + e) & 1)) s[m][n][2 * h + e] = -INFINITY;
                     }
                 }
             }
@@ -209,8 +222,8 @@ struct Attend {
         }
     }
 
-    __device__ __forceinline__ void tile(const Piece& piece, const unsigned char* stage, int begin, bool masked, float scale) {
-#pragma unroll
+    __device__ __forceinline__ void tile(const unsigned char* stage, bool masked, float scale) {
+#pragma unroll 1
         for (int sub = 0; sub < T::kWarpTokens; sub += T::kSub) {
             const int token = share * T::kWarpTokens + sub;
             float s[T::kMt][T::kNt][4];
@@ -232,7 +245,7 @@ struct Attend {
                 }
                 factor = 1.0f;
             }
-            if (masked) mask(s, piece, begin + token);
+            if (masked) mask(s, token);
             softmax(s, factor);
             add_values(s, stage + T::kStage / 2, token);
         }
@@ -298,7 +311,8 @@ struct Attend {
             }
             cp_async_commit();
             const bool masked = begin + T::kTokens > free_end || begin < free_begin;
-            tile(piece, ring + at * T::kStage, begin, masked, scale);
+            if (masked) look(piece, begin);
+            tile(ring + at * T::kStage, masked, scale);
             if (++at == stages) at = 0;
             if (++into == stages) into = 0;
         }
@@ -399,29 +413,34 @@ template <class T>
 __global__ void __launch_bounds__(128, 2) tree_attention_kernel(const __grid_constant__ AttentionParams p) {
     __shared__ int64_t scratch[4];
     __shared__ int flag;
+    __shared__ Worker worker;
+    __shared__ Piece piece;
     int* prefix = reinterpret_cast<int*>(dynamic_shared());
-    unsigned char* q_smem = dynamic_shared() + prefix_bytes(p.batch);
-    unsigned char* ring = q_smem + T::kQBytes;
-    Worker worker(p, lay_out_work(p, T::kRows, prefix, scratch));
-    Attend<T> attend(p, q_smem, ring);
-    Piece piece;
-    while (worker.next(p, prefix, T::kRows, piece)) {
-        Pieces pieces{0, 1};
-        if (piece.stop > 0) pieces = pieces_of(piece.start, piece.stop, worker.length);
+    const int64_t total = lay_out_work(p, T::kRows, prefix, scratch);
+    if (threadIdx.x == 0) {
+        worker.start(p, total);
+        flag = worker.next(p, prefix, T::kRows, piece);
+    }
+    Attend<T> attend(p, dynamic_shared() + prefix_bytes(p.batch));
+    for (;;) {
+        __syncthreads();
+        if (!flag) break;
+        attend.run(piece);
+        const Pieces pieces = piece.stop > 0 ? pieces_of(piece.start, piece.stop, worker.length) : Pieces{0, 1};
         float* partial = pieces.count == 1 ? nullptr
             : p.partials + piece_slot(blockIdx.x, piece.start, worker.length) * partial_floats(T::kRows, T::kHeadDim);
-        attend.run(piece);
         attend.finish(piece, partial);
         if (partial && !p.separate_merge && last_block(p.counters + pieces.first, pieces.count, &flag)) {
-            float* weights = reinterpret_cast<float*>(q_smem);
+            float* weights = reinterpret_cast<float*>(attend.q_smem);
             const int most = max(1, T::kQBytes / 4 / pieces.count);
             for (int row = 0; row < T::kRows; row += most) {
                 if (!row_target(p, piece, T::kRows, row).live) break;
-                merge_rows<T::kHeadDim>(p, piece, pieces, worker.length, T::kRows, row, min(most, T::kRows - row), weights, ring);
+                merge_rows<T::kHeadDim>(p, piece, pieces, worker.length, T::kRows, row, min(most, T::kRows - row), weights, attend.ring);
                 __syncthreads();
             }
         }
         __syncthreads();
+        if (threadIdx.x == 0) flag = worker.next(p, prefix, T::kRows, piece);
     }
     clear_padding(p);
 }

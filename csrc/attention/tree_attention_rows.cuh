@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(kRowsThreads) tree_attention_rows_kernel(const
         top = now;
         for (int i = tid; i < p.head_dim; i += kRowsThreads) {
             float acc = o[i] * alpha;
+#pragma unroll 4
             for (int j = 0; j < kRowsThreads; ++j) {
                 if (cells[j] >= 0) acc = fmaf(weights[j], load_element(p.v + cells[j], p.kv_type, i), acc);
             }
