@@ -48,7 +48,6 @@ FV_HD RowSight row_sight(const int64_t* mask, int64_t words, int64_t column, int
     int64_t seen = s.columns;  // visible columns: the row's depth + 1
     if (mask) {
         seen = 0;
-#pragma unroll 1
         for (int64_t k = 0; k < words && 64 * k < columns; ++k) seen += count_bits(forest_word(s, k));
     }
     s.first_prefix = prefix + seen - window;
@@ -60,9 +59,7 @@ FV_HD uint64_t window_word(const RowSight& s, int64_t k) {
     uint64_t word = forest_word(s, k);
     if (s.drop <= 0 || k < 0) return word;
     int64_t drop = s.drop;
-#pragma unroll 1
     for (int64_t j = 0; j < k && drop > 0; ++j) drop -= count_bits(forest_word(s, j));
-#pragma unroll 1
     for (; drop > 0 && word; --drop) word &= word - 1;
     return word;
 }
@@ -74,7 +71,6 @@ FV_HD uint64_t visible_positions(const RowSight& s, int64_t prefix, int64_t star
     if (column > -64) {
         const int64_t k = column >> 6;
         const int shift = static_cast<int>(column & 63);
-#pragma unroll 1
         for (int i = 0; i < (shift ? 2 : 1); ++i) {
             const uint64_t word = window_word(s, k + i);
             seen |= i == 0 ? word >> shift : word << (64 - shift);

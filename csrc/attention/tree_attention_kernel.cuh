@@ -46,30 +46,35 @@ struct Attend {
         }
     }
 
-    // Byte offset of this lane's token of a tile: lanes 0..15 in K, 16..31 in V; -1: no such cell.
-    __device__ __forceinline__ int64_t find_cell(const Piece& piece, int tile_begin) {
-        const int token = lane & 15;
-        const int at = tile_begin + warp * T::kLoadTokens + token;
-        if (token >= T::kLoadTokens || at < piece.keys.first || at >= piece.end) return -1;
+    // The row of this lane's token of a tile: lanes 0..15 in K, 16..31 in V; null: no such cell.
+    __device__ __forceinline__ const unsigned char* find_cell(const Piece& piece, int tile_begin) {
+        const int token = lane & 15, at = tile_begin + warp * T::kLoadTokens + token;
+        if (token >= T::kLoadTokens || at < piece.keys.first || at >= piece.end) return nullptr;
         const unsigned position = static_cast<unsigned>(at), size = p.page_size, column = position / size;
         const int64_t page = p.table[piece.request * p.table_row + column];
-        if (page < 0 || page >= p.num_pages) return -1;
+        if (page < 0 || page >= p.num_pages) return nullptr;
         const int64_t slot = position - column * size;
-        return lane < 16 ? page * p.k_page + slot * p.k_slot : page * p.v_page + slot * p.v_slot;
+        return lane < 16 ? p.k + piece.head * p.k_head + page * p.k_page + slot * p.k_slot
+                         : p.v + piece.head * p.v_head + page * p.v_page + slot * p.v_slot;
     }
 
     // This warp's tokens of one tile into `stage`; cells that do not exist become zeros.
-    __device__ __forceinline__ void load_tile(const Piece& piece, unsigned char* stage, int64_t cell) {
-        constexpr int kChunks = T::kKvRow / 16, kLoads = T::kLoadTokens * kChunks / 32;
-        const unsigned char* k = p.k + piece.head * p.k_head;
-        const unsigned char* v = p.v + piece.head * p.v_head;
+    __device__ __forceinline__ void load_tile(unsigned char* stage, const unsigned char* cell) {
+        constexpr int kChunks = T::kKvRow / 16, kAtOnce = 32 / kChunks, kLoads = T::kLoadTokens / kAtOnce;
+        const unsigned there = __ballot_sync(kFullWarp, cell != nullptr);
+        const uint64_t mine = reinterpret_cast<uint64_t>(cell);
+        const int first = lane / kChunks, chunk = lane % kChunks;  // the token of the first load, of kAtOnce
+        const int base = swizzled<T::kKvRow>(first, chunk);        // rows of a warp begin at a multiple of 8
+        unsigned char* to = stage + warp * T::kLoadTokens * T::kKvRow;
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-            const int token = (lane + 32 * i) / kChunks, chunk = (lane + 32 * i) % kChunks;
-            const int64_t k_cell = __shfl_sync(kFullWarp, cell, token), v_cell = __shfl_sync(kFullWarp, cell, 16 + token);
-            const int at = swizzled<T::kKvRow>(warp * T::kLoadTokens + token, chunk);
-            cp_async_16(stage + at, k + (k_cell < 0 ? 0 : k_cell + chunk * 16), k_cell >= 0);
-            cp_async_16(stage + T::kStage / 2 + at, v + (v_cell < 0 ? 0 : v_cell + chunk * 16), v_cell >= 0);
+            const int at = (T::kKvRow >= 128 ? base ^ (kAtOnce * i & 7) << 4 : base) + kAtOnce * i * T::kKvRow;
+#pragma unroll
+            for (int v = 0; v < 2; ++v) {
+                const int source = first + kAtOnce * i + 16 * v;
+                const uint64_t row = __shfl_sync(kFullWarp, mine, source);
+                cp_async_16(to + v * (T::kStage / 2) + at, reinterpret_cast<const unsigned char*>(row) + chunk * 16, there >> source & 1);
+            }
         }
     }
 
@@ -241,7 +246,7 @@ struct Attend {
                         for (int e = 0; e < 4; ++e) {
                             const float x = s[m][n][e] * scale;  // log2 domain
                             const float w = exp2_approx(-2.0f * fabsf(x) * inverse);  // exp(-2 |score| / softcap)
-                            s[m][n][e] = p.softcap > 0.0f ? p.softcap * kLog2E * copysignf((1.0f - w) / (1.0f + w), x) : x;
+                            s[m][n][e] = p.softcap > 0.0f ? p.softcap * kLog2E * copysignf(__fdividef(1.0f - w, 1.0f + w), x) : x;
                         }
                     }
                 }
@@ -283,7 +288,7 @@ struct Attend {
 #pragma unroll
             for (int n = 0; n < T::kOt; ++n) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0.0f;
         }
-        int64_t cell = tiles > 0 ? find_cell(piece, piece.begin) : -1;
+        const unsigned char* cell = tiles > 0 ? find_cell(piece, piece.begin) : nullptr;
         unsigned char *into = ring, *from = ring, *const ring_end = ring + stages * T::kStage;
 #pragma unroll 1
         for (int i = 1 - stages; i < tiles; ++i) {  // loads tile i + stages - 1, then works on tile i
@@ -293,7 +298,7 @@ struct Attend {
                 if (T::kOwnTokens && i > 0) __syncwarp(); else __syncthreads();  // the first tile also waits for Q
             }
             if (load < tiles) {
-                load_tile(piece, into, cell);
+                load_tile(into, cell);
                 if ((into += T::kStage) == ring_end) into = ring;
                 if (load + 1 < tiles) cell = find_cell(piece, begin + stages * T::kTokens);
             }
