@@ -15,6 +15,14 @@ __device__ __forceinline__ RequestKeys keys_of(const AttentionParams& p, int b) 
 // sequences are not to be split. All threads call it; `scratch`: 4 int64 of shared memory.
 __device__ __forceinline__ int lay_out_work(const AttentionParams& p, int tile_rows, int* prefix, int64_t* scratch) {
     if (p.partials == nullptr || p.batch > kMaxSplitBatch) return 0;
+    if (p.batch == 1) {
+        const RequestKeys r = keys_of(p, 0);
+        const int64_t total = static_cast<int64_t>(r.units) * row_tiles(r.nodes, p.group, tile_rows);
+        if (total * p.kv_heads > INT32_MAX) return 0;
+        if (threadIdx.x == 0) prefix[0] = 0, prefix[1] = static_cast<int>(total);
+        __syncthreads();
+        return static_cast<int>(total) * p.kv_heads;
+    }
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int each = (p.batch + static_cast<int>(blockDim.x) - 1) / static_cast<int>(blockDim.x);
     const int begin = static_cast<int>(threadIdx.x) * each, end = min(begin + each, p.batch);
