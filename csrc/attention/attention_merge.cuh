@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ Atte
     int* prefix = reinterpret_cast<int*>(dynamic_shared());
     float* weights = reinterpret_cast<float*>(dynamic_shared() + prefix_bytes(p.batch));  // [pieces]
     float4* sums = reinterpret_cast<float4*>(weights + (p.blocks + 3) / 4 * 4);           // [4][kHeadDim / 4]
-    constexpr int kQuads = kHeadDim / 4, kPerLane = kQuads > 32 ? kQuads / 32 : 1, kAtOnce = 8;
+    constexpr int kQuads = kHeadDim / 4, kPerLane = kQuads > 32 ? kQuads / 32 : 1, kAtOnce = 8 / kPerLane;
     const int total = lay_out_work(p, tile_rows, prefix, scratch), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     if (total == 0) return;
     const int length = range_length(total, p.blocks, p.least_units), row = blockIdx.x;
