@@ -41,8 +41,6 @@ void lm_head_verify_tree_cpu(
     const VerifyOutputs out = check_outputs(op, hidden, in.batch, remaining, stop_ids, counts, vocab_size, 0, out_tokens,
                                             num_tokens_out, path, next_root, flags, logprobs);
     const IdArray token_ids(tokens);
-    const std::optional<IdArray> stops = stop_ids ? std::optional<IdArray>(IdArray(*stop_ids)) : std::nullopt;
-    const int64_t num_stops = stop_ids ? stop_ids->size(0) : 0;
     const LogitType weight_type = logit_type(weight), hidden_type = logit_type(hidden);
     const float* bias_ptr = cptr<float>(bias);
     const int32_t *mask_ptr = cptr<int32_t>(bitmask), *counts_ptr = cptr<int32_t>(counts);
@@ -111,7 +109,7 @@ void lm_head_verify_tree_cpu(
     for (int64_t b = 0; b < in.batch; ++b) {
         const RowParams p = in.params(b);
         const int64_t first_row = node_range(in.cu_nodes, b, rows).begin;
-        walk_request(in, out, token_ids, stops ? &*stops : nullptr, num_stops, b,
+        walk_request(in, out, token_ids, stop_view(stop_ids), b,
                      [&](int32_t node, int32_t depth, const int64_t* ancestors) {
             const int64_t row = first_row + node, i = first_item[b] + node;
             if (!lazy) {
