@@ -94,7 +94,8 @@ def implementation(backend: str, op: str):
 def run_op(backend: str, op: str, **kwargs) -> dict:
     """Calls `op` on "reference", "cpu", "cuda", "emulated" or "triton" with clones of the mutable arguments.
 
-    Returns {name: tensor on the CPU} of every mutable argument that was given. Missing keywords are passed as None.
+    Returns {name: tensor on the CPU} of every mutable argument that was given (a list of tensors: {name: list}). Missing
+    keywords are passed as None.
     """
     unknown = set(kwargs) - {a.name for a in schema(op)}
     assert not unknown, f"{op} has no argument {unknown}"
@@ -103,16 +104,17 @@ def run_op(backend: str, op: str, **kwargs) -> dict:
     mutable, outputs, args = set(mutable_names(op)), {}, []
     for a in schema(op):
         value = kwargs.get(a.name)
-        if isinstance(value, torch.Tensor):
-            if backend == "triton" and INTERPRETED and value.dtype in NOT_INTERPRETED:
-                pytest.skip(f"Triton's interpreter is wrong for {value.dtype}")
-            value = value.to(device)
+        for t in value if isinstance(value, list) else [value]:
+            if isinstance(t, torch.Tensor) and backend == "triton" and INTERPRETED and t.dtype in NOT_INTERPRETED:
+                pytest.skip(f"Triton's interpreter is wrong for {t.dtype}")
+        if isinstance(value, (torch.Tensor, list)):
+            move = lambda t: t.to(device).clone(memory_format=torch.preserve_format) if a.name in mutable else t.to(device)  # noqa: B023, E731
+            value = [move(t) for t in value] if isinstance(value, list) else move(value)
             if a.name in mutable:
-                value = value.clone(memory_format=torch.preserve_format)
                 outputs[a.name] = value
         args.append(value)
     implementation(backend, op)(*args)
-    return {k: v.cpu() for k, v in outputs.items()}
+    return {k: [t.cpu() for t in v] if isinstance(v, list) else v.cpu() for k, v in outputs.items()}
 
 
 def positional(op: str, **kwargs) -> tuple:
