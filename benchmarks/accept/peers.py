@@ -40,7 +40,7 @@ class TorchPipeline:
         scaled = self.b.logits.float() / t
         ids = None
         if k:
-            scaled, ids = scaled.topk(k)
+            scaled, ids = scaled.topk(min(k, scaled.shape[-1]))
         probs = scaled.softmax(-1)
         if p < 1:
             probs = probs.masked_fill(probs.cumsum(-1) - probs >= p, 0.0)
