@@ -72,6 +72,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
         "Tensor? v_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, SymInt row_base, "
         "float scale, int window, float softcap) -> ()");
 
+    // ---- comm ---------------------------------------------------------------------------------
+    // comm: address of an fv_comm (csrc/comm/fv_comm.h), Communicator.handle. x of every rank, contiguous, same shape;
+    // out = sum over ranks in rank order in fp32, rounded once: the same bits on every rank. Virtual communicators take
+    // [world, ...] for x and out; on the CPU x is [world, ...] (gathered) and out one rank's.
+    m.def("all_reduce(Tensor x, Tensor(a!) out, int comm) -> ()");
+    // residual += sum over ranks of x [rows,H], rounded; out = RMSNorm(residual) * weight [H]. prefetch i64 [P,2]:
+    // (address, bytes) of weights to pull into L2 meanwhile.
+    m.def(
+        "all_reduce_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, Tensor(b!) out, Tensor? prefetch, "
+        "int comm, float eps) -> ()");
+    // x of any dtype, at most 64 KiB a rank -> out [world, *x.shape].
+    m.def("all_gather_small(Tensor x, Tensor(a!) out, int comm) -> ()");
+
     // ---- accept -------------------------------------------------------------------------------
     // logits [R,V] -> accepted path and emitted tokens, every processor fused. See accept/verify_tree.py.
     m.def(
@@ -114,6 +127,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
         "compact_kv(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor path, Tensor num_tokens_out, "
         "Tensor prefix_len, Tensor page_table, Tensor? cu_nodes, Tensor? aux, Tensor(c!)? aux_out, "
         "Tensor(d!)? cu_out) -> ()");
+    // The same over lists of per-layer caches [pages,page,...] (v_caches empty for latent caches).
+    m.def(
+        "compact_kv_layers(Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor path, "
+        "Tensor num_tokens_out, Tensor prefix_len, Tensor page_table, Tensor? cu_nodes, Tensor? aux, "
+        "Tensor(c!)? aux_out, Tensor(d!)? cu_out) -> ()");
 
     // ---- SGLang's ops (fastverify.integrations.sglang): its names, argument order, dtypes and fills -------------
     // Ids int64 or int32 [B,N]; links are local, -1 none; retrive_index holds flat ids b*N+i. predicts i32 [>=B*N] is written

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from . import _triton
+
 _HERE = Path(__file__).resolve().parent
 _load_error: "Exception | None" = None
 
@@ -16,8 +18,11 @@ except ImportError as exc:
 # Both are filled once, so that looking up an op is a dictionary read that torch.compile can trace.
 _NAMES = [n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if n.startswith("fastverify::")]
 _OVERLOADS = {name: getattr(torch.ops.fastverify, name).default for name in _NAMES}
-_KERNELS = {(name, kind) for name in _NAMES for kind in ("cpu", "cuda")
-            if torch._C._dispatch_has_kernel_for_dispatch_key(f"fastverify::{name}", kind.upper())}
+_NATIVE = {(name, kind) for name in _NAMES for kind in ("cpu", "cuda")
+           if torch._C._dispatch_has_kernel_for_dispatch_key(f"fastverify::{name}", kind.upper())}
+_TRITON = _triton.register([n for n in _NAMES if _triton.forced() or (n, "cuda") not in _NATIVE])
+_KERNELS = _NATIVE | {(name, "cuda") for name in _TRITON}
+_fitting_devices: set = set()  # CUDA device indices that the compiled kernels, or Triton's, are known to run on
 
 
 def build_info() -> dict:
@@ -45,8 +50,38 @@ def get(name: str):
 
 
 def has_kernel(name: str, device_type: str) -> bool:
-    """True if op `name` has a kernel for "cpu" or "cuda" in this install."""
+    """True if op `name` has a kernel, compiled or Triton, for "cpu" or "cuda" in this install."""
     return _load_error is None and (name, device_type) in _KERNELS
+
+
+def has_native_kernel(name: str, device_type: str) -> bool:
+    """True if the compiled library itself has a kernel of op `name` for "cpu" or "cuda"."""
+    return _load_error is None and (name, device_type) in _NATIVE
+
+
+def runs_on(capability: tuple, archs: list, ptx: "str | None") -> bool:
+    """True if binaries for `archs` (such as "90") or PTX `ptx` run on a GPU of this compute capability.
+
+    A binary runs on its own major version from its own minor version on ("90a": on nothing else); PTX on anything later.
+    """
+    major, minor = capability
+    for arch in archs:
+        digits = arch.rstrip("af")
+        have = int(digits[:-1]), int(digits[-1])
+        if have == (major, minor) or (arch == digits and have[0] == major and have[1] <= minor):
+            return True
+    return bool(ptx) and ptx.isdigit() and (int(ptx[:-1]), int(ptx[-1])) <= (major, minor)
+
+
+def _fit(device: torch.device) -> None:
+    """On a GPU this build has no code for, Triton's kernels replace the compiled ones, for the process."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index in _fitting_devices:
+        return
+    _fitting_devices.add(index)
+    info = build_info()
+    if not runs_on(torch.cuda.get_device_capability(index), info.get("cuda_archs") or [], info.get("cuda_ptx")):
+        _TRITON.update(_triton.register([n for n in _NAMES if (n, "cuda") in _NATIVE]))
 
 
 def require_kernel(name: str, device: torch.device) -> None:
@@ -54,6 +89,8 @@ def require_kernel(name: str, device: torch.device) -> None:
     if _load_error is not None:
         _raise_not_loaded()
     if device.type in ("cpu", "cuda") and has_kernel(name, device.type):
+        if device.type == "cuda":
+            _fit(device)
         return
     info = build_info()
     if device.type == "cuda" and info.get("cuda") is None:

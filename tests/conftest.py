@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fastverify.reference as reference
-from fastverify import _ops
+from fastverify import _ops, _triton
 
 # The CUDA sources on the CPU, if tests/emulator/build.sh has been run: their logic, not their speed or races.
 EMULATED = Path(os.environ.get("FASTVERIFY_EMULATED",
@@ -17,7 +17,30 @@ EMULATED = Path(os.environ.get("FASTVERIFY_EMULATED",
 if EMULATED.exists():
     torch.ops.load_library(str(EMULATED))
 
-BACKENDS = (["cpu"] + (["cuda"] if torch.cuda.is_available() else []) + (["emulated"] if EMULATED.exists() else []))
+# Triton's kernels: on the GPU, or under TRITON_INTERPRET=1 on CPU tensors (slow; wrong for bfloat16 and float8: skipped).
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON = _triton.installed() and (INTERPRETED or torch.cuda.is_available())
+
+BACKENDS = (["cpu"] + (["cuda"] if torch.cuda.is_available() else []) + (["emulated"] if EMULATED.exists() else [])
+            + (["triton"] if TRITON else []))
+
+
+def _mend_interpreter() -> None:
+    """numpy >= 2.4 refuses int(array of one element), which Triton 3.6's interpreter does for range(tensor)."""
+    from triton.runtime import interpreter
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor, *scope):
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = mended
+
+
+if TRITON and INTERPRETED:
+    _mend_interpreter()
+
+NOT_INTERPRETED = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def pytest_collection_modifyitems(items):
@@ -44,34 +67,49 @@ def mutable_names(op: str) -> list:
 
 def need_kernel(backend: str, op: str) -> None:
     """Skips, in words, when this build has no kernel of `op` for the back end."""
-    if backend == "cuda" and not _ops.has_kernel(op, "cuda"):
+    if backend == "triton" and not _triton.exists(op):
+        pytest.skip(f"{op} has no Triton version")
+    if backend == "cuda" and not _ops.has_native_kernel(op, "cuda"):
         pytest.skip(f"{op} has no CUDA kernel in this build")
     if backend == "emulated" and not torch._C._dispatch_has_kernel_for_dispatch_key(f"fastverify_emulated::{op}", "CPU"):
         pytest.skip(f"{op} has no CUDA source yet")
 
 
-def run_op(backend: str, op: str, **kwargs) -> dict:
-    """Calls `op` on "reference", "cpu", "cuda" or "emulated" with clones of the mutable arguments.
+def device_of(backend: str) -> str:
+    return "cuda" if backend == "cuda" or (backend == "triton" and not INTERPRETED) else "cpu"
 
-    Returns {name: tensor on the CPU} of every mutable argument that was given. Missing keywords are passed as None.
+
+def implementation(backend: str, op: str):
+    """The callable of `op` on a back end, with the schema's positional arguments."""
+    return (getattr(reference, op) if backend == "reference" else
+            getattr(torch.ops.fastverify_emulated, op).default if backend == "emulated" else
+            _triton.function(op) if backend == "triton" else _ops.get(op))
+
+
+def run_op(backend: str, op: str, **kwargs) -> dict:
+    """Calls `op` on "reference", "cpu", "cuda", "emulated" or "triton" with clones of the mutable arguments.
+
+    Returns {name: tensor on the CPU} of every mutable argument that was given (a list of tensors: {name: list}). Missing
+    keywords are passed as None.
     """
     unknown = set(kwargs) - {a.name for a in schema(op)}
     assert not unknown, f"{op} has no argument {unknown}"
     need_kernel(backend, op)
-    device = "cuda" if backend == "cuda" else "cpu"
+    device = device_of(backend)
     mutable, outputs, args = set(mutable_names(op)), {}, []
     for a in schema(op):
         value = kwargs.get(a.name)
-        if isinstance(value, torch.Tensor):
-            value = value.to(device)
+        for t in value if isinstance(value, list) else [value]:
+            if isinstance(t, torch.Tensor) and backend == "triton" and INTERPRETED and t.dtype in NOT_INTERPRETED:
+                pytest.skip(f"Triton's interpreter is wrong for {t.dtype}")
+        if isinstance(value, (torch.Tensor, list)):
+            move = lambda t: t.to(device).clone(memory_format=torch.preserve_format) if a.name in mutable else t.to(device)  # noqa: B023, E731
+            value = [move(t) for t in value] if isinstance(value, list) else move(value)
             if a.name in mutable:
-                value = value.clone(memory_format=torch.preserve_format)
                 outputs[a.name] = value
         args.append(value)
-    call = (getattr(reference, op) if backend == "reference" else
-            getattr(torch.ops.fastverify_emulated, op).default if backend == "emulated" else _ops.get(op))
-    call(*args)
-    return {k: v.cpu() for k, v in outputs.items()}
+    implementation(backend, op)(*args)
+    return {k: [t.cpu() for t in v] if isinstance(v, list) else v.cpu() for k, v in outputs.items()}
 
 
 def positional(op: str, **kwargs) -> tuple:

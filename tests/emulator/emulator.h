@@ -37,6 +37,8 @@
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))
 #define __grid_constant__
+#undef __noinline__
+#define __noinline__ __attribute__((noinline))
 #define __align__(n) __attribute__((aligned(n)))
 
 // The same registrations, in a namespace of their own, for CPU tensors.

@@ -1,0 +1,59 @@
+"""Argument checks of the Triton ops, in the words of csrc/common/check.h: "op: argument must be X; got Y. Fix: Z."
+
+The compiled ops check in C++; tests/test_triton.py holds both to the same sentences.
+"""
+
+from typing import Any, Optional, Sequence
+
+import torch
+
+MAX_NODES, MAX_BEAM, MAX_MASK_WORDS, MAX_VOCAB = 1024, 64, 16, 1 << 20  # csrc/common/types.h
+FLOATS = ("float32", "float16", "bfloat16")
+IDS = ("int32", "int64")
+I32, I64, F32 = ("int32",), ("int64",), ("float32",)
+_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16",
+          torch.int32: "int32", torch.int64: "int64", torch.int16: "int16", torch.uint8: "uint8", torch.int8: "int8",
+          torch.bool: "bool", torch.float8_e4m3fn: "float8_e4m3fn"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return _NAMES.get(dtype, "another dtype")
+
+
+def _device(t: torch.Tensor) -> str:
+    return "cpu" if t.is_cpu else f"cuda:{t.get_device()}" if t.is_cuda else "another device"
+
+
+def describe(t: Any) -> str:
+    """int32 [8, 64] on cpu"""
+    return f"{dtype_name(t.dtype)} [{', '.join(map(str, t.shape))}] on {_device(t)}"
+
+
+def that(condition: bool, op: str, text: str) -> None:
+    """`text` is "argument must be X; got Y. Fix: Z."."""
+    if not condition:
+        raise RuntimeError(f"{op}: {text}")
+
+
+def tensor(op: str, name: str, t: torch.Tensor, dtypes: Sequence[str], shape: Sequence, like: torch.Tensor,
+           rows_free: bool = False) -> None:
+    """dtype, shape (None: any), the device of `like`, contiguous; `rows_free`: only the last dimension must be dense."""
+    shape_ok = t.dim() == len(shape) and all(want is None or want == have for want, have in zip(shape, t.shape))
+    dtype_ok = dtype_name(t.dtype) in dtypes
+    if not (shape_ok and dtype_ok and t.device == like.device):
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        fix = "pass that shape" if not shape_ok else "cast with .to(dtype)" if not dtype_ok else "move it with .to(device)"
+        raise RuntimeError(f"{op}: {name} must be {'|'.join(dtypes)} [{wanted}] on {_device(like)}; got {describe(t)}. "
+                           f"Fix: {fix}.")
+    if t.numel() == 0:
+        return
+    last_dense = t.dim() == 0 or t.shape[-1] <= 1 or t.stride(-1) == 1
+    if not (last_dense if rows_free else t.is_contiguous()):
+        raise RuntimeError(f"{op}: {name} must be {'dense in its last dimension' if rows_free else 'contiguous'}; "
+                           f"got {describe(t)} with other strides. Fix: call .contiguous() once, outside the loop.")
+
+
+def optional(op: str, name: str, t: Optional[torch.Tensor], dtypes: Sequence[str], shape: Sequence, like: torch.Tensor,
+             rows_free: bool = False) -> None:
+    if t is not None:
+        tensor(op, name, t, dtypes, shape, like, rows_free)
