@@ -1,10 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "accept/verify_args.h"
 
+#include "algo/verify_plan.h"
+
 namespace fv {
 
 namespace {
 constexpr ScalarType kI32 = ScalarType::Int, kI64 = ScalarType::Long, kF32 = ScalarType::Float;
+}
+
+StopIds stop_view(const OptTensor& stop_ids) {
+    return stop_ids ? StopIds{IdArray(*stop_ids), stop_ids->size(0)} : StopIds{IdView{nullptr, false}, 0};
 }
 
 VerifyInputs check_inputs(
@@ -66,6 +72,34 @@ void check_row_extras(
     check_optional(op, "counts", counts, {kI32}, {batch, width}, like);
     FV_CHECK(!penalties || counts, op, ": counts must be given with penalties; got None. ",
              "Fix: pass int32 [batch, vocab] counts of the tokens emitted so far (root included).");
+}
+
+VerifyCall check_verify_tree(
+    const Tensor& logits, const Tensor& tokens, const Tensor& parents, const Tensor& cu_nodes, const Tensor& prefix_len,
+    const Tensor& active, const Tensor& remaining, const OptTensor& stop_ids, const Tensor& temperature, const Tensor& top_k,
+    const Tensor& top_p, const Tensor& min_p, const Tensor& seed, const OptTensor& bias, const OptTensor& bitmask,
+    const OptTensor& penalties, const OptTensor& counts, const Tensor& out_tokens, const Tensor& num_tokens_out,
+    const Tensor& path, const Tensor& next_root, const Tensor& flags, const OptTensor& logprobs, const OptTensor& workspace,
+    int64_t vocab_size, int64_t rule) {
+    const char* op = "verify_tree";
+    check_tensor(op, "logits", logits, {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAny, kAny}, logits,
+                 /*rows_free=*/true);
+    FV_CHECK(vocab_size <= logits.size(1), op, ": vocab_size must be at most the row width ", logits.size(1), "; got ",
+             vocab_size, ". Fix: pass the unpadded vocabulary size.");
+    const int64_t rows = logits.size(0);
+    const VerifyInputs in = check_inputs(op, logits, rows, tokens, parents, cu_nodes, prefix_len, active, temperature,
+                                         top_k, top_p, min_p, &seed, penalties, vocab_size, rule);
+    check_row_extras(op, logits, rows, in.batch, vocab_size, vocab_size, bias, bitmask, penalties, counts);
+    const VerifyOutputs out = check_outputs(op, logits, in.batch, remaining, stop_ids, counts, vocab_size, 0, out_tokens,
+                                            num_tokens_out, path, next_root, flags, logprobs);
+    if (workspace) {
+        check_tensor(op, "workspace", *workspace, {ScalarType::Byte}, {kAny}, logits);
+        const int64_t need = verify_tree_workspace_bytes(in.batch, rows);
+        FV_CHECK(workspace->size(0) >= need, op, ": workspace must have at least ", need, " bytes for ", in.batch,
+                 " requests and ", rows, " rows; got ", workspace->size(0),
+                 ". Fix: torch.zeros(fastverify.verify_tree_workspace_bytes(batch, rows), dtype=torch.uint8).");
+    }
+    return VerifyCall{in, out, stop_view(stop_ids)};
 }
 
 }  // namespace fv

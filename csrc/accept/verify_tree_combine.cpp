@@ -82,11 +82,10 @@ void verify_tree_combine_cpu(
         return;
     }
     const IdArray token_ids(tokens);
-    const std::optional<IdArray> stops = stop_ids ? std::optional<IdArray>(IdArray(*stop_ids)) : std::nullopt;
     for (int64_t b = 0; b < in.batch; ++b) {
         const NodeRange range = node_range(in.cu_nodes, b, rows);
         const int64_t first_row = range.begin;
-        walk_request(in, out, token_ids, stops ? &*stops : nullptr, stop_ids ? stop_ids->size(0) : 0, b,
+        walk_request(in, out, token_ids, stop_view(stop_ids), b,
                      [&](int32_t node, int32_t, const int64_t*) {
             const int64_t row = first_row + node;
             uint64_t best = 0, mass = 0;
