@@ -151,14 +151,14 @@ __device__ __attribute__((noinline)) Word best_candidate(const Row<T>& row, Team
 
 // Gathers the entries >= bound of all slices into candidates.all; how many, or -1 when a list is too short.
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) int gather_candidates(const Row<T>& row, Team team, uint32_t thread_max, uint32_t bound) {
+__device__ __attribute__((noinline)) int gather_candidates(const Row<T>& row, Team team, uint32_t mine, uint32_t bound) {
     TeamScratch* s = team.s;
     const int set = row.turn;
     if (team.tid() == 0) {
         s->list_count[set ^ 1] = 0;  // no block reads it any more
         s->kept_count = 0;
     }
-    if (thread_max >= bound && thread_max > 0) {
+    if (mine >= bound && mine > 0) {
         visit<kExtras>(row, team, [&](int64_t id, const float (&z)[kChunk]) {
 #pragma unroll
             for (int j = 0; j < kChunk; ++j) {
@@ -188,17 +188,32 @@ __device__ __attribute__((noinline)) int gather_candidates(const Row<T>& row, Te
     return static_cast<int>(total);
 }
 
-// Key of a filtered row with its status bits, the same in every thread of the team.
+// ordered_bits of this thread's largest z (0: none).
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) Word filtered_key(const Row<T>& row, Team team) {
-    uint32_t mine = 0;
-    const bool bad_here = visit<kExtras>(row, team, [&](int64_t, const float (&z)[kChunk]) {
+__device__ __forceinline__ uint32_t thread_max(const Row<T>& row, Team team, bool* bad) {
+    uint32_t best = 0;
+    *bad = visit<kExtras>(row, team, [&](int64_t, const float (&z)[kChunk]) {
 #pragma unroll
         for (int j = 0; j < kChunk; ++j) {
             const uint32_t o = z[j] > -kInf ? ordered_bits(z[j]) : 0;
-            mine = o > mine ? o : mine;
+            best = o > best ? o : best;
         }
     });
+    return best;
+}
+
+// The cut, raised to what min-p excludes for sure; key_of decides exactly.
+__device__ __forceinline__ float raised_by_min_p(float cut, float min_p, float zmax) {
+    if (!(min_p > 1e-30f)) return cut;
+    const float sure = zmax + log_exact(min_p) - 0.01f;
+    return sure > cut ? sure : cut;
+}
+
+// Key of a filtered row with its status bits, the same in every thread of the team.
+template <bool kExtras, class T>
+__device__ __attribute__((noinline)) Word filtered_key(const Row<T>& row, Team team) {
+    bool bad_here;
+    const uint32_t mine = thread_max<kExtras>(row, team, &bad_here);
     const Team::TopBits block = team.block_top(kSlotFilter, mine, bad_here);
     const bool fast = row.p.top_k > 0 && row.p.top_k <= kFastTopK;
     const uint32_t low = fast ? block_bound(mine, block.top, (row.p.top_k + team.size - 1) / team.size) : 1;
@@ -211,11 +226,7 @@ __device__ __attribute__((noinline)) Word filtered_key(const Row<T>& row, Team t
         if (n >= 0) return best_candidate(row, team, n, zmax) | status;
     }
     const uint32_t cut_bits = radix_cut<kExtras>(row, team, zmax);
-    float cut = cut_bits ? from_ordered_bits(cut_bits) : -kInf;
-    if (row.p.min_p > 1e-30f) {  // what min-p excludes for sure; key_of decides exactly
-        const float sure = zmax + log_exact(row.p.min_p) - 0.01f;
-        cut = sure > cut ? sure : cut;
-    }
+    const float cut = raised_by_min_p(cut_bits ? from_ordered_bits(cut_bits) : -kInf, row.p.min_p, zmax);
     return team.team_key(row.turn, best_of_slice<kExtras>(row, team, cut, zmax) | status);
 }
 

@@ -179,4 +179,25 @@ struct Team {
     __device__ __forceinline__ float* logprob() const { return s->logprob; }
 };
 
+// Depth of a node; with kTokens the drafted tokens above it go to emitted(). Whole block; a barrier must follow.
+template <bool kTokens>
+__device__ __forceinline__ int node_depth(Team team, int32_t node) {
+    int depth = 0;
+    for (int32_t i = node; i > 0; i = team.parent(i), ++depth) {
+        if (kTokens && team.leader()) team.s->emitted[depth] = team.token(i);
+    }
+    return depth;
+}
+
+// The last active request that has the row, or -1. Whole block.
+__device__ __forceinline__ int64_t request_of_row(const VerifyInputs& in, int64_t row, Team team) {
+    uint32_t found = 0;
+    for (int64_t b = team.tid(); b < in.batch; b += kTeamThreads) {
+        if (!in.active[b]) continue;
+        const NodeRange r = node_range(in.cu_nodes, b, in.rows);
+        if (row >= r.begin && row < r.begin + r.n) found = static_cast<uint32_t>(b) + 1;
+    }
+    return static_cast<int64_t>(team.block_top(kSlotRaw, found, 0).top) - 1;
+}
+
 }  // namespace fv

@@ -39,6 +39,29 @@ VerifyCall check_verify_tree(
     const Tensor& path, const Tensor& next_root, const Tensor& flags, const OptTensor& logprobs, const OptTensor& workspace,
     int64_t vocab_size, int64_t rule);
 
+// All of verify_tree_partials' arguments, and of verify_tree_combine's.
+struct PartialsCall {
+    VerifyInputs in;
+    int64_t shard, words;  // ids of this rank; words of a row
+};
+PartialsCall check_partials(
+    const Tensor& logits, const Tensor& tokens, const Tensor& parents, const Tensor& cu_nodes, const Tensor& prefix_len,
+    const Tensor& active, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+    const Tensor& seed, const OptTensor& bias, const OptTensor& bitmask, const OptTensor& penalties, const OptTensor& counts,
+    const Tensor& state, const Tensor& partials, int64_t vocab_offset, int64_t vocab_size, int64_t round, int64_t num_rounds,
+    int64_t rule);
+
+struct CombineCall {
+    VerifyInputs in;
+    VerifyOutputs out;
+};
+CombineCall check_combine(
+    const Tensor& partials, const Tensor& tokens, const Tensor& parents, const Tensor& cu_nodes, const Tensor& prefix_len,
+    const Tensor& active, const Tensor& remaining, const OptTensor& stop_ids, const Tensor& temperature, const Tensor& top_k,
+    const Tensor& top_p, const Tensor& min_p, const OptTensor& counts, const Tensor& state, const Tensor& out_tokens,
+    const Tensor& num_tokens_out, const Tensor& path, const Tensor& next_root, const Tensor& flags, const OptTensor& logprobs,
+    int64_t vocab_offset, int64_t vocab_size, int64_t round, int64_t num_rounds, int64_t rule);
+
 // Walks request b on the host; choose(node, depth, drafted tokens above the node) gives the token of a visited row.
 template <class Choose>
 void walk_request(

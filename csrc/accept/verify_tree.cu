@@ -20,11 +20,8 @@ __device__ bool take_all_rows(const VerifyTask& a, int64_t b, const WalkTree& tr
     int turn = 0;
     for (int item = index; item < tree.n * a.shape.slices; item += a.shape.teams, turn ^= 1) {
         const int node = item / a.shape.slices, slice = item % a.shape.slices;
-        int depth = 0;
         if constexpr (kExtras) __syncthreads();  // the row before has read the ancestors
-        for (int32_t i = node; i > 0; i = team.parent(i), ++depth) {
-            if (kExtras && team.leader()) team.s->emitted[depth] = team.token(i);
-        }
+        const int depth = node_depth<kExtras>(team, node);
         const int64_t at = tree.begin + node;
         // of rank and slice one is 0
         const Row<T>& row = open_row<kExtras, T>(a, b, at, depth, turn, rank + slice, lanes, team);
@@ -71,12 +68,12 @@ __device__ bool take_all_rows(const VerifyTask& a, int64_t b, const WalkTree& tr
     return true;
 }
 
-// Grid (cluster * teams, B).
+// Grid (B * teams * cluster).
 template <class T, bool kExtras>
 __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) verify_tree_kernel(const __grid_constant__ VerifyTask a) {
     Team team{reinterpret_cast<TeamScratch*>(dynamic_shared()), a.shape.cluster};
-    const int64_t b = blockIdx.y;
-    const int index = static_cast<int>(blockIdx.x) / a.shape.cluster;
+    const int64_t b = blockIdx.x / (a.shape.cluster * a.shape.teams);
+    const int index = static_cast<int>(blockIdx.x) / a.shape.cluster % a.shape.teams;
     if (team.tid() == 0) team.s->list_count[0] = team.s->list_count[1] = 0;
     if (!a.in.active[b]) {
         if (index == 0 && team.rank() == 0) write_inactive(team, a.out, b);
@@ -116,7 +113,7 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) verify_tree_kernel
 
 template <class T>
 void launch_verify_tree(const Launch& launch, const VerifyTask& task, bool extras) {
-    const dim3 grid(static_cast<unsigned>(task.shape.cluster * task.shape.teams), static_cast<unsigned>(task.in.batch));
+    const dim3 grid(static_cast<unsigned>(task.in.batch * task.shape.teams * task.shape.cluster));
     launch.run_cluster(extras ? verify_tree_kernel<T, true> : verify_tree_kernel<T, false>, task.shape.cluster, grid,
                        dim3(kTeamThreads), kTeamSmem, task);
 }
