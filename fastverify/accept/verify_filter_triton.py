@@ -19,7 +19,7 @@ def depth_of(node, begin, parents):
     return depth
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "B", "GROUPS", "SPLITS", "span"])
 def _scan(
         logits, row_stride, tokens, parents, cu_nodes, prefix_len, active, temperature, top_k, top_p, min_p, seed, penalties,
         bias, bitmask, counts,
@@ -62,7 +62,7 @@ def _scan(
         tl.store(keys + row.to(tl.int64) * SPLITS + split, best)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "B", "GROUPS", "SPLITS", "span"])
 def _masses(
         logits, row_stride, tokens, parents, cu_nodes, prefix_len, active, temperature, top_k, top_p, min_p, seed, penalties,
         bias, bitmask, counts,
@@ -143,7 +143,7 @@ def min_p_bound(zmax, M):
     return tl.where(M > 1e-30, bound, MINUS_INF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "B", "GROUPS", "SPLITS"])
 def _filter(
         logits, row_stride, tokens, parents, cu_nodes, prefix_len, active, temperature, top_k, top_p, min_p, seed, penalties,
         bias, bitmask, counts,

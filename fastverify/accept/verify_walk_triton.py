@@ -14,7 +14,7 @@ EMPTY_ROW = tl.constexpr(32)
 PATH_FULL = tl.constexpr(64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["D", "R", "B", "SPLITS", "STOPS"])
 def _walk(
         tokens, parents, cu_nodes, prefix_len, active, temperature, top_k, top_p, min_p, seed, penalties,
         keys,  # int64 [R, SPLITS]
@@ -94,7 +94,7 @@ def _walk(
         tl.store(logprobs + at_row, tl.zeros((DP,), tl.float32), column < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["D"])
 def _logprobs(
         logits, row_stride, cu_nodes, out_tokens, num_tokens_out, path,
         logprobs,  # f32 [B, D] out, for emitted tokens: of the raw logits

@@ -53,7 +53,7 @@ def _move(
         tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "columns", "num_pages", "D"])
 def _compact(
         k_cache, v_cache, k_layer, k_page, k_slot, k_row, v_layer, v_page, v_slot, v_row,
         path, num_tokens_out, prefix_len, page_table, table_stride, columns, page_size, num_pages, cu_nodes, D,
@@ -76,7 +76,7 @@ def _compact(
                       columns, page_size, num_pages, b, D, first, length, ROWS, CHUNK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["D", "B"])
 def _count(path, num_tokens_out, cu_nodes, cu_out, D, B, DP: tl.constexpr):
     """cu_out [B+1]: prefix sums of the kept rows; one program."""
     at = tl.arange(0, DP)
@@ -87,7 +87,7 @@ def _count(path, num_tokens_out, cu_nodes, cu_out, D, B, DP: tl.constexpr):
         tl.store(cu_out + i + 1, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["D", "B", "R"])
 def _gather(aux, aux_stride, aux_out, cu_out, cu_nodes, path, A, D, B, R, BP: tl.constexpr, CHUNK: tl.constexpr):
     r = tl.program_id(0)
     column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
@@ -162,4 +162,4 @@ def compact_kv(k_cache: torch.Tensor, v_cache: Optional[torch.Tensor], path: tor
         chunk = min(2048, pow2(aux.shape[1]))
         _gather[(batch * depth, triton.cdiv(aux.shape[1], chunk))](
             ints(aux), aux.stride(0), ints(aux_out), cu_out, cu_nodes, path, aux.shape[1], depth, batch, aux.shape[0],
-            BP=pow2(max(batch, 1)), CHUNK=chunk, num_warps=4)
+            BP=max(32, pow2(batch)), CHUNK=chunk, num_warps=4)

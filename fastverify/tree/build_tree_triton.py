@@ -13,7 +13,7 @@ BAD_TREE = tl.constexpr(4)
 BAD_TOKEN = tl.constexpr(8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "vocab"])
 def _choose(
         pool_scores, pool_tokens, pool_parents, root_tokens, active,
         packed,   # int64 [B, M] scratch: ordered effective score | next ancestor + 1
@@ -111,7 +111,7 @@ def _choose(
     tl.store(flags + b, flag)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "W", "B", "R", "vocab"])
 def _write(
         pool_tokens, root_tokens, prefix_len, entry, parent, counts, tokens, parents, mask, depth, positions, cu_nodes,
         M, N, W, B, R, vocab, BP: tl.constexpr, WP: tl.constexpr, ROWS: tl.constexpr):
@@ -209,4 +209,4 @@ def build_tree(pool_scores: torch.Tensor, pool_tokens: torch.Tensor, pool_parent
     tile = min(64, pow2(num_nodes))
     _write[(batch, triton.cdiv(num_nodes, tile))](
         pool_tokens, root_tokens, prefix_len, entry, parent, counts, tokens, parents, mask, depth, positions, cu_nodes, pool,
-        num_nodes, words, batch, rows, vocab_size, BP=pow2(batch), WP=pow2(words), ROWS=tile, num_warps=4)
+        num_nodes, words, batch, rows, vocab_size, BP=max(32, pow2(batch)), WP=pow2(words), ROWS=tile, num_warps=4)

@@ -23,7 +23,7 @@ def _load(row, ids, inside):
     return tl.where((x <= MAX) & (x >= -MAX), x + 0.0, -float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "rows", "k"])
 def _topk(
         logits, row_stride, d2t, cu_nodes, batch, rows, n,
         values,  # f32 [R, k] out

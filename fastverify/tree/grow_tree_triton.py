@@ -17,7 +17,7 @@ def _own_bit(words, column):
     return tl.where(words == column // 64, one << (column % 64).to(tl.int64), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "W", "M", "B", "level", "offset"])
 def _grow(
         values, tokens, prefix_len, active, cu_nodes, scores, pool_index, mask, pool_scores, pool_tokens, pool_parents,
         next_tokens, next_positions,
@@ -157,7 +157,7 @@ def grow_tree(values: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor, 
     offset = 0 if level == 0 else k + (level - 1) * k * k
     _grow[(batch,)](values, tokens, prefix_len, active, cu_nodes, scores, pool_index, mask, pool_scores, pool_tokens,
                     pool_parents, next_tokens, next_positions, source, k, mask.shape[1], pool_scores.shape[1], batch, level,
-                    offset, FIRST=level == 0, BP=pow2(batch), KP=pow2(k), KKP=pow2(k * k), WP=pow2(mask.shape[1]),
+                    offset, FIRST=level == 0, BP=max(32, pow2(batch)), KP=pow2(k), KKP=pow2(k * k), WP=pow2(mask.shape[1]),
                     POOL_TILE=min(1024, pow2(pool_scores.shape[1])), num_warps=4, **EXACT)
     if hidden.shape[1]:
         as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[hidden.element_size()]

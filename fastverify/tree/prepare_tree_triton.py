@@ -24,7 +24,7 @@ def _cu_nodes_ok(cu_nodes, B, R, BP: tl.constexpr):
     return (tl.load(cu_nodes) == 0) & (wrong == 0) & (tl.load(cu_nodes + B) <= R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "R", "row_base"])
 def _plan(cu_nodes, prefix_len, schedule, flags, B, R, row_base, BP: tl.constexpr):
     """flags [B] and schedule [B+3]; one program."""
     ok = _cu_nodes_ok(cu_nodes, B, R, BP)
@@ -54,7 +54,7 @@ def _plan(cu_nodes, prefix_len, schedule, flags, B, R, row_base, BP: tl.constexp
         tl.store(schedule + 2 + B, total.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "R", "W", "pages", "row_base"])
 def _rows(
         parents, cu_nodes, prefix_len, page_table, mask, depth, positions, slots, first_child, next_sibling, flags,
         B, R, W, pages, page_size, row_base, BP: tl.constexpr, WP: tl.constexpr, ROWS: tl.constexpr):
@@ -118,8 +118,8 @@ def _rows(
         if parents is None:
             child = tl.where(row + 1 < end, i + 1, child)
         else:
-            for first in range(tl.program_id(0) * ROWS, tl.max(end, 0), 64):
-                at = first + tl.arange(0, 64)
+            for first in range(tl.program_id(0) * ROWS, tl.max(end, 0), 32):
+                at = first + tl.arange(0, 32)
                 other = tl.load(parents + at, at < tl.max(end, 0), other=-1)[None, :]
                 later = (at[None, :] > row[:, None]) & (at[None, :] < end[:, None])
                 local = at[None, :] - base[:, None]
@@ -174,9 +174,9 @@ def prepare_tree(parents: Optional[torch.Tensor], cu_nodes: torch.Tensor, prefix
     batch, pow2 = cu_nodes.shape[0] - 1, triton.next_power_of_2
     bound = 2**31 - 1 if rows is None else rows
     if schedule is not None or flags is not None:
-        _plan[(1,)](cu_nodes, prefix_len, schedule, flags, batch, bound, row_base, BP=pow2(max(batch, 1)), num_warps=4)
+        _plan[(1,)](cu_nodes, prefix_len, schedule, flags, batch, bound, row_base, BP=max(32, pow2(batch)), num_warps=4)
     if rows:
         words = 1 if mask is None else mask.shape[1]
         _rows[(triton.cdiv(rows, 64),)](
             parents, cu_nodes, prefix_len, page_table, mask, depth, positions, slots, first_child, next_sibling, flags, batch,
-            rows, words, page_table.shape[1], page_size, row_base, BP=pow2(max(batch, 1)), WP=pow2(words), ROWS=64, num_warps=4)
+            rows, words, page_table.shape[1], page_size, row_base, BP=max(32, pow2(batch)), WP=pow2(words), ROWS=64, num_warps=4)
