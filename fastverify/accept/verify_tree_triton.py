@@ -24,7 +24,7 @@ _OP = "verify_tree"
 
 def check_arguments(logits, tokens, parents, cu_nodes, prefix_len, active, remaining, stop_ids, temperature, top_k, top_p,
                     min_p, seed, bias, bitmask, penalties, counts, out_tokens, num_tokens_out, path, next_root, flags, logprobs,
-                    vocab_size: int, rule: int) -> None:
+                    workspace, vocab_size: int, rule: int) -> None:
     """The checks of csrc/accept/verify_tree.cpp and verify_args.cpp, in their order."""
     t, some = check.tensor, check.optional
     t(_OP, "logits", logits, check.FLOATS, (None, None), logits, rows_free=True)
@@ -82,7 +82,7 @@ def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tenso
     """The schema of csrc/ops.cpp; `workspace` belongs to the compiled kernel and is not used."""
     check_arguments(logits, tokens, parents, cu_nodes, prefix_len, active, remaining, stop_ids, temperature, top_k, top_p,
                     min_p, seed, bias, bitmask, penalties, counts, out_tokens, num_tokens_out, path, next_root, flags,
-                    logprobs, vocab_size, rule)
+                    logprobs, workspace, vocab_size, rule)
     rows, batch, depth = logits.shape[0], cu_nodes.shape[0] - 1, out_tokens.shape[1]
     if batch == 0:
         return

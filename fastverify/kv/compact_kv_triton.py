@@ -120,10 +120,8 @@ def _row_length(name: str, t: torch.Tensor) -> int:
     return row
 
 
-def compact_kv(k_cache: torch.Tensor, v_cache: Optional[torch.Tensor], path: torch.Tensor, num_tokens_out: torch.Tensor,
-               prefix_len: torch.Tensor, page_table: torch.Tensor, cu_nodes: Optional[torch.Tensor],
-               aux: Optional[torch.Tensor], aux_out: Optional[torch.Tensor], cu_out: Optional[torch.Tensor]) -> None:
-    """The schema of csrc/ops.cpp. Rows on page ids out of range stay where they are (the CPU op raises)."""
+def check_arguments(k_cache, v_cache, path, num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out) -> None:
+    """The checks of csrc/kv/compact_kv.cpp that need no device value, in their order."""
     _check_cache("k_cache", k_cache, k_cache)
     if v_cache is not None:
         _check_cache("v_cache", v_cache, k_cache)
@@ -141,6 +139,17 @@ def compact_kv(k_cache: torch.Tensor, v_cache: Optional[torch.Tensor], path: tor
     if aux is not None:
         check.tensor(_OP, "aux", aux, (check.dtype_name(aux.dtype),), (None, None), k_cache, rows_free=True)
         check.tensor(_OP, "aux_out", aux_out, (check.dtype_name(aux.dtype),), (batch * depth, aux.shape[1]), k_cache)
+    _row_length("k_cache", k_cache)
+    if v_cache is not None:
+        _row_length("v_cache", v_cache)
+
+
+def compact_kv(k_cache: torch.Tensor, v_cache: Optional[torch.Tensor], path: torch.Tensor, num_tokens_out: torch.Tensor,
+               prefix_len: torch.Tensor, page_table: torch.Tensor, cu_nodes: Optional[torch.Tensor],
+               aux: Optional[torch.Tensor], aux_out: Optional[torch.Tensor], cu_out: Optional[torch.Tensor]) -> None:
+    """The schema of csrc/ops.cpp. Rows on page ids out of range stay where they are (the CPU op raises)."""
+    check_arguments(k_cache, v_cache, path, num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out)
+    batch, depth = path.shape
     k_row = _row_length("k_cache", k_cache)
     v_row = 0 if v_cache is None else _row_length("v_cache", v_cache)
     pow2 = triton.next_power_of_2

@@ -157,7 +157,7 @@ def _write(
         tl.store(mask + row.to(tl.int64)[:, None] * W + words, tl.zeros((ROWS, WP), tl.int64), (row < R)[:, None] & (words < W))
 
 
-def _check(pool_scores, pool_tokens, pool_parents, root_tokens, prefix_len, active, tokens, parents, mask, depth, positions,
+def check_arguments(pool_scores, pool_tokens, pool_parents, root_tokens, prefix_len, active, tokens, parents, mask, depth, positions,
            cu_nodes, flags, num_nodes, vocab_size) -> None:
     """The checks of csrc/tree/build_tree.cpp, in their order."""
     t = lambda name, value, kinds, shape: check.tensor(_OP, name, value, kinds, shape, pool_scores)  # noqa: E731
@@ -193,7 +193,7 @@ def build_tree(pool_scores: torch.Tensor, pool_tokens: torch.Tensor, pool_parent
                mask: torch.Tensor, depth: torch.Tensor, positions: torch.Tensor, cu_nodes: torch.Tensor,
                flags: torch.Tensor, num_nodes: int, vocab_size: int) -> None:
     """The schema of csrc/ops.cpp."""
-    _check(pool_scores, pool_tokens, pool_parents, root_tokens, prefix_len, active, tokens, parents, mask, depth, positions,
+    check_arguments(pool_scores, pool_tokens, pool_parents, root_tokens, prefix_len, active, tokens, parents, mask, depth, positions,
            cu_nodes, flags, num_nodes, vocab_size)
     (batch, pool), rows, words = pool_scores.shape, tokens.shape[0], mask.shape[1]
     if batch == 0:  # padding only

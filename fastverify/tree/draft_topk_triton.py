@@ -70,9 +70,8 @@ def _topk(
             best = tl.where(lane == id % TILE, rest, best)
 
 
-def draft_topk(logits: torch.Tensor, d2t: Optional[torch.Tensor], cu_nodes: Optional[torch.Tensor], values: torch.Tensor,
-               tokens: torch.Tensor) -> None:
-    """The schema of csrc/ops.cpp."""
+def check_arguments(logits, d2t, cu_nodes, values, tokens) -> None:
+    """The checks of csrc/tree/draft_topk.cpp, in their order."""
     check.tensor(_OP, "logits", logits, check.FLOATS, (None, None), logits, rows_free=True)
     rows, n = logits.shape
     check.that(n <= check.MAX_VOCAB, _OP, f"logits must be at most {check.MAX_VOCAB} entries wide; got "
@@ -86,6 +85,13 @@ def draft_topk(logits: torch.Tensor, d2t: Optional[torch.Tensor], cu_nodes: Opti
     check.optional(_OP, "cu_nodes", cu_nodes, check.I32, (None,), logits)
     check.that(cu_nodes is None or cu_nodes.shape[0] >= 1, _OP, f"cu_nodes must be int32 [B+1]; got "
                f"{'' if cu_nodes is None else check.describe(cu_nodes)}. Fix: pass prefix sums that start with 0, or None.")
+
+
+def draft_topk(logits: torch.Tensor, d2t: Optional[torch.Tensor], cu_nodes: Optional[torch.Tensor], values: torch.Tensor,
+               tokens: torch.Tensor) -> None:
+    """The schema of csrc/ops.cpp."""
+    check_arguments(logits, d2t, cu_nodes, values, tokens)
+    (rows, n), k = logits.shape, values.shape[1]
     if rows == 0:
         return
     tile = min(4096, triton.next_power_of_2(n))

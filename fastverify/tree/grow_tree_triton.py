@@ -102,7 +102,7 @@ def _copy_rows(rows, row_stride, source, out, H, TILE: tl.constexpr):
     tl.store(out + r.to(tl.int64) * H + at, x, at < H)
 
 
-def _check(values, tokens, hidden, prefix_len, active, cu_nodes, scores, pool_index, mask, pool_scores, pool_tokens,
+def check_arguments(values, tokens, hidden, prefix_len, active, cu_nodes, scores, pool_index, mask, pool_scores, pool_tokens,
            pool_parents, next_tokens, next_positions, next_hidden, level) -> None:
     """The checks of csrc/tree/grow_tree.cpp, in their order."""
     t = lambda name, value, kinds, shape, free=False: check.tensor(_OP, name, value, kinds, shape, values, free)  # noqa: E731
@@ -145,7 +145,7 @@ def grow_tree(values: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor, 
               mask: torch.Tensor, pool_scores: torch.Tensor, pool_tokens: torch.Tensor, pool_parents: torch.Tensor,
               next_tokens: torch.Tensor, next_positions: torch.Tensor, next_hidden: torch.Tensor, level: int) -> None:
     """The schema of csrc/ops.cpp."""
-    _check(values, tokens, hidden, prefix_len, active, cu_nodes, scores, pool_index, mask, pool_scores, pool_tokens,
+    check_arguments(values, tokens, hidden, prefix_len, active, cu_nodes, scores, pool_index, mask, pool_scores, pool_tokens,
            pool_parents, next_tokens, next_positions, next_hidden, level)
     batch, k = prefix_len.shape[0], values.shape[1]
     if batch == 0:

@@ -134,7 +134,7 @@ def _rows(
         tl.atomic_or(flags + b, flag, real & (flag != 0))
 
 
-def _check(parents, cu_nodes, prefix_len, page_table, mask, depth, positions, slots, first_child, next_sibling, schedule, flags,
+def check_arguments(parents, cu_nodes, prefix_len, page_table, mask, depth, positions, slots, first_child, next_sibling, schedule, flags,
            page_size: int, row_base: int) -> Optional[int]:
     """The checks of csrc/tree/prepare_tree.cpp, in their order. Returns R, None if no per-row tensor is given."""
     t = lambda name, value, kinds, shape: check.optional(_OP, name, value, kinds, shape, cu_nodes)  # noqa: E731
@@ -169,7 +169,7 @@ def prepare_tree(parents: Optional[torch.Tensor], cu_nodes: torch.Tensor, prefix
                  next_sibling: Optional[torch.Tensor], schedule: Optional[torch.Tensor], flags: Optional[torch.Tensor],
                  page_size: int, row_base: int) -> None:
     """The schema of csrc/ops.cpp."""
-    rows = _check(parents, cu_nodes, prefix_len, page_table, mask, depth, positions, slots, first_child, next_sibling, schedule,
+    rows = check_arguments(parents, cu_nodes, prefix_len, page_table, mask, depth, positions, slots, first_child, next_sibling, schedule,
                   flags, page_size, row_base)
     batch, pow2 = cu_nodes.shape[0] - 1, triton.next_power_of_2
     bound = 2**31 - 1 if rows is None else rows
