@@ -4,7 +4,7 @@
     python benchmarks/readme.py --check   exit 1 if they differ (a test runs this: no number is edited by hand)
 
 Sources: <device>-evaluate-<what>-<date>.json, written by `fastverify evaluate --json`; cpu-op-share-<date>.json, written
-by `python benchmarks/loop/bench_op_share.py --json`.
+by `python benchmarks/loop/bench_op_share.py --json`; <device>-probe-<date>.json, written by `fastverify probe --out`.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-FILES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+FILES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "plan_and_trace.md")
 
 
 def load(kind: str) -> tuple:
@@ -94,7 +94,25 @@ def op_share() -> str:
                       f"`benchmarks/results/{name}`:", "", *table(["share of a step", *(r["tree"] for r in data["rows"])], rows)])
 
 
-PARTS = {"headline": headline, "results": results, "shapes": shapes, "op-share": op_share}
+def probe() -> str:
+    """Pieces of a round, prediction against measurement, and the verdict of every drafter and shape."""
+    name, data = load("probe")
+    if data is None:
+        return ""
+    header = ["draft", "shape", "tau", "draft ms", "verify ms", "comm", "other", "break-even", "predicted tok/s", "measured", "error",
+              "other half", "against plain", "equal"]
+    plain = data["rows"][0]["measured"]["tokens_per_second"]
+    rows = []
+    for r in data["rows"]:
+        ms, speed = r["ms"], r["measured"]["tokens_per_second"]
+        rows.append([r["draft"], r["shape"], f"{r['tau']:.2f}" + (f" ± {r['tau_standard_error']:.2f}" if r["tau_standard_error"] else ""), *(f"{ms[k]:.2f}" for k in ("draft", "verify", "communication", "other")),
+                     f"{r['break_even_tau']:.2f}", f"{r['predicted_tokens_per_second']:.1f}", f"{speed:.1f}",
+                     f"{100 * r['error']:+.1f} %", f"{100 * r['error_other_half']:+.1f} %", f"{speed / plain:.2f}x", f"{r['equal']}/{r['prompts']}"])
+    verdicts = [f"* {r['draft']} {r['shape']}: {r['verdict']}" for r in data["rows"] if r["verdict"]]
+    return "\n".join([f"{where(name, data)}:", "", *table(header, rows), "", *verdicts])
+
+
+PARTS = {"headline": headline, "results": results, "shapes": shapes, "op-share": op_share, "probe": probe}
 
 
 def generated(text: str) -> str:

@@ -72,6 +72,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
         "Tensor? v_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, SymInt row_base, "
         "float scale, int window, float softcap) -> ()");
 
+    // ---- comm ---------------------------------------------------------------------------------
+    // comm: address of an fv_comm (csrc/comm/fv_comm.h), Communicator.handle. x of every rank, contiguous, same shape;
+    // out = sum over ranks in rank order in fp32, rounded once: the same bits on every rank. Virtual communicators take
+    // [world, ...] for x and out; on the CPU x is [world, ...] (gathered) and out one rank's.
+    m.def("all_reduce(Tensor x, Tensor(a!) out, int comm) -> ()");
+    // residual += sum over ranks of x [rows,H], rounded; out = RMSNorm(residual) * weight [H]. prefetch i64 [P,2]:
+    // (address, bytes) of weights to pull into L2 meanwhile.
+    m.def(
+        "all_reduce_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, Tensor(b!) out, Tensor? prefetch, "
+        "int comm, float eps) -> ()");
+    // x of any dtype, at most 64 KiB a rank -> out [world, *x.shape].
+    m.def("all_gather_small(Tensor x, Tensor(a!) out, int comm) -> ()");
+
     // ---- accept -------------------------------------------------------------------------------
     // logits [R,V] -> accepted path and emitted tokens, every processor fused. See accept/verify_tree.py.
     m.def(
@@ -114,4 +127,35 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
         "compact_kv(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor path, Tensor num_tokens_out, "
         "Tensor prefix_len, Tensor page_table, Tensor? cu_nodes, Tensor? aux, Tensor(c!)? aux_out, "
         "Tensor(d!)? cu_out) -> ()");
+    // The same over lists of per-layer caches [pages,page,...] (v_caches empty for latent caches).
+    m.def(
+        "compact_kv_layers(Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor path, "
+        "Tensor num_tokens_out, Tensor prefix_len, Tensor page_table, Tensor? cu_nodes, Tensor? aux, "
+        "Tensor(c!)? aux_out, Tensor(d!)? cu_out) -> ()");
+
+    // ---- SGLang's ops (fastverify.integrations.sglang): its names, argument order, dtypes and fills -------------
+    // Ids int64 or int32 [B,N]; links are local, -1 none; retrive_index holds flat ids b*N+i. predicts i32 [>=B*N] is written
+    // at the slots of the accepted path, accept_index i32 [B,S] up to the accepted drafts, accept_token_num i32 [B] excludes the bonus.
+    m.def(
+        "sgl_verify_tree_greedy(Tensor(a!) predicts, Tensor(b!) accept_index, Tensor(c!) accept_token_num, "
+        "Tensor candidates, Tensor retrive_index, Tensor retrive_next_token, Tensor retrive_next_sibling, "
+        "Tensor target_predict) -> ()");
+    // Coins f32 [B,N] and [B] in [0,1); target_probs, draft_probs f32 [B,N,V]. draft_probs (zeros, or None: then nothing of it is
+    // read or written) receives the target's probability of every child that was refused.
+    m.def(
+        "sgl_tree_speculative_sampling_target_only(Tensor(a!) predicts, Tensor(b!) accept_index, "
+        "Tensor(c!) accept_token_num, Tensor candidates, Tensor retrive_index, Tensor retrive_next_token, "
+        "Tensor retrive_next_sibling, Tensor uniform_samples, Tensor uniform_samples_for_final_sampling, "
+        "Tensor target_probs, Tensor(d!)? draft_probs, float threshold_single, float threshold_acc) -> ()");
+    // parent_list i64 [B, topk*(depth-1)+1], selected_index i64 [B,N-1]; mask bytes by mode: 0 bool rows of
+    // seq_len + N columns (only the last N are written), 1 bool [B,N,N], 2 bits in 1, 2 or 4 bytes a row, 3 bits in 8.
+    m.def(
+        "sgl_build_tree_kernel_efficient(Tensor parent_list, Tensor selected_index, Tensor verified_seq_len, "
+        "Tensor(a!) tree_mask, Tensor(b!) positions, Tensor(c!) retrive_index, Tensor(d!) retrive_next_token, "
+        "Tensor(e!) retrive_next_sibling, SymInt topk, SymInt depth, SymInt draft_token_num, int tree_mask_mode) -> ()");
+    // tree_mask bool [B*N*N], ones at ancestors and self -> positions i64 [B*N] and links i64 [B,N].
+    m.def(
+        "sgl_reconstruct_indices_from_tree_mask(Tensor tree_mask, Tensor verified_seq_len, Tensor(a!) positions, "
+        "Tensor(b!) retrive_index, Tensor(c!) retrive_next_token, Tensor(d!) retrive_next_sibling, "
+        "SymInt batch_size, SymInt draft_token_num) -> ()");
 }

@@ -12,7 +12,11 @@ _WHERE = {  # public name -> module
     "verify_tree": "accept.verify_tree", "lm_head_verify_tree": "accept.lm_head_verify_tree",
     "verify_tree_partials": "accept.verify_tree_partials", "partial_words": "accept.verify_tree_partials",
     "verify_tree_combine": "accept.verify_tree_combine", "verify_tree_sharded": "accept.verify_tree_combine",
-    "compact_kv": "kv.compact_kv", "VerifyPlan": "plan", "ForwardBatch": "models.batch", "KVCache": "models.batch",
+    "all_reduce": "comm.all_reduce", "all_reduce_rms_norm": "comm.all_reduce_rms_norm",
+    "all_gather_small": "comm.all_gather_small", "Communicator": "comm.communicator",
+    "CommunicatorError": "comm.communicator",
+    "compact_kv": "kv.compact_kv", "compact_kv_layers": "kv.compact_kv_layers", "VerifyPlan": "plan",
+    "ForwardBatch": "models.batch", "KVCache": "models.batch",
     "load_target": "models.load", "load_tokenizer": "models.load", "load_draft": "eagle3.checkpoint",
     "Decoder": "eagle3.decode", "SamplingParams": "eagle3.decode",
 }

@@ -75,31 +75,41 @@ def need_kernel(backend: str, op: str) -> None:
         pytest.skip(f"{op} has no CUDA source yet")
 
 
+def device_of(backend: str) -> str:
+    return "cuda" if backend == "cuda" or (backend == "triton" and not INTERPRETED) else "cpu"
+
+
+def implementation(backend: str, op: str):
+    """The callable of `op` on a back end, with the schema's positional arguments."""
+    return (getattr(reference, op) if backend == "reference" else
+            getattr(torch.ops.fastverify_emulated, op).default if backend == "emulated" else
+            _triton.function(op) if backend == "triton" else _ops.get(op))
+
+
 def run_op(backend: str, op: str, **kwargs) -> dict:
     """Calls `op` on "reference", "cpu", "cuda", "emulated" or "triton" with clones of the mutable arguments.
 
-    Returns {name: tensor on the CPU} of every mutable argument that was given. Missing keywords are passed as None.
+    Returns {name: tensor on the CPU} of every mutable argument that was given (a list of tensors: {name: list}). Missing
+    keywords are passed as None.
     """
     unknown = set(kwargs) - {a.name for a in schema(op)}
     assert not unknown, f"{op} has no argument {unknown}"
     need_kernel(backend, op)
-    device = "cuda" if backend == "cuda" or (backend == "triton" and not INTERPRETED) else "cpu"
+    device = device_of(backend)
     mutable, outputs, args = set(mutable_names(op)), {}, []
     for a in schema(op):
         value = kwargs.get(a.name)
-        if isinstance(value, torch.Tensor):
-            if backend == "triton" and INTERPRETED and value.dtype in NOT_INTERPRETED:
-                pytest.skip(f"Triton's interpreter is wrong for {value.dtype}")
-            value = value.to(device)
+        for t in value if isinstance(value, list) else [value]:
+            if isinstance(t, torch.Tensor) and backend == "triton" and INTERPRETED and t.dtype in NOT_INTERPRETED:
+                pytest.skip(f"Triton's interpreter is wrong for {t.dtype}")
+        if isinstance(value, (torch.Tensor, list)):
+            move = lambda t: t.to(device).clone(memory_format=torch.preserve_format) if a.name in mutable else t.to(device)  # noqa: B023, E731
+            value = [move(t) for t in value] if isinstance(value, list) else move(value)
             if a.name in mutable:
-                value = value.clone(memory_format=torch.preserve_format)
                 outputs[a.name] = value
         args.append(value)
-    call = (getattr(reference, op) if backend == "reference" else
-            getattr(torch.ops.fastverify_emulated, op).default if backend == "emulated" else
-            _triton.function(op) if backend == "triton" else _ops.get(op))
-    call(*args)
-    return {k: v.cpu() for k, v in outputs.items()}
+    implementation(backend, op)(*args)
+    return {k: [t.cpu() for t in v] if isinstance(v, list) else v.cpu() for k, v in outputs.items()}
 
 
 def positional(op: str, **kwargs) -> tuple:

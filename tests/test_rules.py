@@ -39,7 +39,10 @@ def test_no_file_above_700_lines():
     assert len((ROOT / "setup.py").read_text().splitlines()) <= 120
 
 
-@pytest.mark.parametrize("op", [o for o in OPS if o != "probe"])
+SGLANG = [o for o in OPS if o.startswith("sgl_")]  # drop-ins: their public functions have SGLang's names
+
+
+@pytest.mark.parametrize("op", [o for o in OPS if o != "probe" and o not in SGLANG])
 def test_mirror_one_name_in_every_place(op):
     (kernel,) = CSRC.glob(f"*/{op}.cpp")
     stage = kernel.parent.name
@@ -52,6 +55,16 @@ def test_mirror_one_name_in_every_place(op):
     assert op in fastverify.__all__ and op in reference.__all__
 
 
+@pytest.mark.parametrize("op", SGLANG)
+def test_mirror_of_a_drop_in(op):
+    from fastverify.integrations import sglang
+    (kernel,) = CSRC.glob(f"*/{op}.cpp")
+    assert kernel.parent.name in STAGES
+    assert callable(getattr(sglang, op.removeprefix("sgl_"))) and op.removeprefix("sgl_") in sglang.__all__
+    assert getattr(reference, op).__module__ == "fastverify.reference.sglang" and op in reference.__all__
+    assert f'"{op}"' in (ROOT / "tests/integrations/test_sglang.py").read_text()
+
+
 def test_every_registered_op_is_in_ops_cpp_and_has_a_cpu_kernel():
     assert len(OPS) == len(set(OPS)) and "probe" in OPS
     assert sorted(_ops._NAMES) == sorted(OPS)
@@ -61,7 +74,8 @@ def test_every_registered_op_is_in_ops_cpp_and_has_a_cpu_kernel():
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_is_opchecked(op):
     """In the op's own test file, or in one named after it (test_<op>_laws.py)."""
-    assert any("opcheck(" in p.read_text() for p in (ROOT / "tests").rglob(f"test_{op}*.py"))
+    name = "sglang" if op in SGLANG else op
+    assert any("opcheck(" in p.read_text() for p in (ROOT / "tests").rglob(f"test_{name}*.py"))
 
 
 @pytest.mark.parametrize("op", OPS)

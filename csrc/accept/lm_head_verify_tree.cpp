@@ -6,8 +6,8 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "accept/head_args.h"
 #include "accept/head_tile.h"
-#include "accept/verify_args.h"
 
 namespace fv {
 namespace {
@@ -29,17 +29,10 @@ void lm_head_verify_tree_cpu(
     const OptTensor bitmask, const OptTensor penalties, OptTensor counts, Tensor out_tokens, Tensor num_tokens_out,
     Tensor path, Tensor next_root, Tensor flags, OptTensor logprobs, OptTensor, int64_t vocab_size, int64_t rule) {
     const char* op = "lm_head_verify_tree";
-    check_tensor(op, "hidden", hidden, {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAny, kAny}, hidden, true);
-    check_tensor(op, "weight", weight, {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAny, hidden.size(1)},
-                 hidden, true);
-    FV_CHECK(vocab_size <= weight.size(0), op, ": vocab_size must be at most the weight's ", weight.size(0), " rows; got ",
-             vocab_size, ". Fix: pass the unpadded vocabulary size.");
+    const auto [in, out] = check_head(op, hidden, weight, tokens, parents, cu_nodes, prefix_len, active, remaining, stop_ids,
+                                      temperature, top_k, top_p, min_p, seed, bias, bitmask, penalties, counts, out_tokens,
+                                      num_tokens_out, path, next_root, flags, logprobs, vocab_size, rule);
     const int64_t rows = hidden.size(0), h = hidden.size(1);
-    const VerifyInputs in = check_inputs(op, hidden, rows, tokens, parents, cu_nodes, prefix_len, active, temperature,
-                                         top_k, top_p, min_p, &seed, penalties, vocab_size, rule);
-    check_row_extras(op, hidden, rows, in.batch, vocab_size, vocab_size, bias, bitmask, penalties, counts);
-    const VerifyOutputs out = check_outputs(op, hidden, in.batch, remaining, stop_ids, counts, vocab_size, 0, out_tokens,
-                                            num_tokens_out, path, next_root, flags, logprobs);
     const IdArray token_ids(tokens);
     const std::optional<IdArray> stops = stop_ids ? std::optional<IdArray>(IdArray(*stop_ids)) : std::nullopt;
     const int64_t num_stops = stop_ids ? stop_ids->size(0) : 0;

@@ -6,8 +6,8 @@
 #include <cmath>
 #include <vector>
 
+#include "attention/rope_append_args.h"
 #include "common/convert.h"
-#include "common/paged.h"
 
 namespace fv {
 namespace {
@@ -55,9 +55,8 @@ FV_CLONES void transform_head(const float* __restrict x, float* __restrict y, in
 
 FV_CLONES void load_head(const void* src, ScalarType type, float* dst, int d) { load_row(src, type, dst, d); }
 
-std::vector<float> norm_weight(const char* name, const std::optional<Tensor>& t, int64_t d, const Tensor& like) {
+std::vector<float> norm_weight(const OptTensor& t, int64_t d) {
     if (!t) return {};
-    check_tensor(kOp, name, *t, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}, {d}, like);
     std::vector<float> w(d);
     load_head(t->const_data_ptr(), t->scalar_type(), w.data(), static_cast<int>(d));
     return w;
@@ -67,28 +66,10 @@ void rope_append_cpu(Tensor q, const Tensor k, const Tensor v, const Tensor posi
                      const Tensor cos_sin, const std::optional<Tensor> q_norm, const std::optional<Tensor> k_norm,
                      const std::optional<Tensor> k_scale, const std::optional<Tensor> v_scale, Tensor k_cache,
                      Tensor v_cache, double eps, int64_t rotary_style) {
-    constexpr auto F32 = ScalarType::Float;
-    check_tensor(kOp, "q", q, {F32, ScalarType::BFloat16, ScalarType::Half}, {kAny, kAny, kAny}, q, true);
-    const int64_t rows = q.size(0), d = q.size(2);
-    const ScalarType type = q.scalar_type();
-    check_tensor(kOp, "k", k, {type}, {rows, kAny, d}, q, true);
-    const int64_t kv_heads = k.size(1);
-    check_tensor(kOp, "v", v, {type}, {rows, kv_heads, d}, q, true);
-    check_tensor(kOp, "positions", positions, {ScalarType::Int}, {rows}, q);
-    check_tensor(kOp, "slots", slots, {ScalarType::Long}, {rows}, q);
-    check_tensor(kOp, "cos_sin", cos_sin, {F32}, {kAny, kAny}, q);
-    const int64_t rot = cos_sin.size(1), max_positions = cos_sin.size(0);
-    FV_CHECK(rot % 2 == 0 && rot <= d, kOp, ": cos_sin must have an even width of at most ", d, "; got ",
-             describe(cos_sin), ". Fix: pass rot/2 cosines then rot/2 sines, rot <= head_dim.");
-    check_tensor(kOp, "k_cache", k_cache, {F32, ScalarType::BFloat16, ScalarType::Half, ScalarType::Float8_e4m3fn},
-                 {kAny, kAny, kv_heads, d}, q, true);
-    const int64_t page_size = k_cache.size(1), capacity = k_cache.size(0) * page_size;
-    check_tensor(kOp, "v_cache", v_cache, {k_cache.scalar_type()}, {k_cache.size(0), page_size, kv_heads, d}, q, true);
-    FV_CHECK(rotary_style == 0 || rotary_style == 1, kOp, ": rotary_style must be 0 (neox) or 1 (gptj); got ",
-             rotary_style, ". Fix: pass one of the two.");
-    FV_CHECK(eps >= 0, kOp, ": eps must be >= 0; got ", eps, ". Fix: pass the model's rms_norm_eps.");
-    const std::vector<float> qw = norm_weight("q_norm", q_norm, d, q), kw = norm_weight("k_norm", k_norm, d, q);
-    const HeadScale ks(kOp, "k_scale", k_scale, kv_heads, q), vs(kOp, "v_scale", v_scale, kv_heads, q);
+    const RopeAppendArgs args(kOp, q, k, v, positions, slots, cos_sin, q_norm, k_norm, k_scale, v_scale, k_cache, v_cache,
+                              eps, rotary_style);
+    const auto [rows, q_heads, kv_heads, d, rot, max_positions, page_size, capacity, type, cache_type, ks, vs] = args;
+    const std::vector<float> qw = norm_weight(q_norm, d), kw = norm_weight(k_norm, d);
     const int64_t* slot = cptr<int64_t>(slots);
     const int32_t* position = cptr<int32_t>(positions);
     for (int64_t r = 0; r < rows; ++r) {

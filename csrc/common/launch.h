@@ -99,9 +99,27 @@ public:
         run_cluster(kernel, 1, grid, block, smem, args...);
     }
 
+    // Every block of the grid runs at the same time (kernels that wait for other blocks); too large a grid is an error.
+    template <class... P, class... A>
+    void run_resident(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, A... args) const {
+        launch(kernel, 1, true, grid, block, smem, args...);
+    }
+
     // cluster > 1: blocks in x form clusters of that size (sm_90 and newer only).
     template <class... P, class... A>
     void run_cluster(void (*kernel)(P...), int cluster, dim3 grid, dim3 block, size_t smem, A... args) const {
+        launch(kernel, cluster, false, grid, block, smem, args...);
+    }
+
+    void fill(void* ptr, int byte, size_t bytes) const {
+        if (bytes) FV_CUDA_CHECK(op, cudaMemsetAsync(ptr, byte, bytes, stream));
+    }
+
+private:
+    torch::stable::accelerator::DeviceGuard guard_;
+
+    template <class... P, class... A>
+    void launch(void (*kernel)(P...), int cluster, bool resident, dim3 grid, dim3 block, size_t smem, A... args) const {
         if (smem > 48 * 1024) {
             FV_CUDA_CHECK(op, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)));
@@ -120,6 +138,12 @@ public:
             attribute[0].id = cudaLaunchAttributeClusterDimension;
             attribute[0].val.clusterDim.x = static_cast<unsigned>(cluster);
             attribute[0].val.clusterDim.y = attribute[0].val.clusterDim.z = 1;
+        }
+        if (resident) {
+            attribute[0].id = cudaLaunchAttributeCooperative;
+            attribute[0].val.cooperative = 1;
+        }
+        if (cluster > 1 || resident) {
             config.attrs = attribute;
             config.numAttrs = 1;
         }
@@ -128,13 +152,6 @@ public:
         fill_pointers(pointers, values, std::index_sequence_for<P...>{});
         FV_CUDA_CHECK(op, cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers));
     }
-
-    void fill(void* ptr, int byte, size_t bytes) const {
-        if (bytes) FV_CUDA_CHECK(op, cudaMemsetAsync(ptr, byte, bytes, stream));
-    }
-
-private:
-    torch::stable::accelerator::DeviceGuard guard_;
 
     template <class T, size_t... I>
     static void fill_pointers(void** pointers, T& values, std::index_sequence<I...>) {

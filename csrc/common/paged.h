@@ -51,6 +51,7 @@ struct HeadScale {
     const float* data = nullptr;
     int64_t stride = 0;
 
+    HeadScale() = default;
     HeadScale(const char* op, const char* name, const OptTensor& t, int64_t heads, const Tensor& like) {
         if (!t) return;
         check_tensor(op, name, *t, {ScalarType::Float}, {t->dim() == 1 && t->size(0) == 1 ? 1 : heads}, like);

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "algo/tree.h"
-#include "common/check.h"
+#include "tree/tree_args.h"
 
 namespace fv {
 namespace {
@@ -39,34 +39,9 @@ void build_tree_cpu(
     const Tensor pool_scores, const Tensor pool_tokens, const Tensor pool_parents, const Tensor root_tokens,
     const Tensor prefix_len, const Tensor active, Tensor tokens, Tensor parents, Tensor mask, Tensor depth,
     Tensor positions, Tensor cu_nodes, Tensor flags, int64_t num_nodes, int64_t vocab_size) {
-    constexpr const char* kOp = "build_tree";
-    const Tensor& like = pool_scores;
-    check_tensor(kOp, "pool_scores", pool_scores, {ScalarType::Float}, {kAny, kAny}, like);
-    const int64_t batch = pool_scores.size(0), pool = pool_scores.size(1);
-    check_tensor(kOp, "pool_tokens", pool_tokens, {ScalarType::Int, ScalarType::Long}, {batch, pool}, like);
-    check_tensor(kOp, "pool_parents", pool_parents, {ScalarType::Int}, {batch, pool}, like);
-    check_tensor(kOp, "root_tokens", root_tokens, {ScalarType::Int, ScalarType::Long}, {batch}, like);
-    check_tensor(kOp, "prefix_len", prefix_len, {ScalarType::Int}, {batch}, like);
-    check_tensor(kOp, "active", active, {ScalarType::Int}, {batch}, like);
-    check_tensor(kOp, "tokens", tokens, {ScalarType::Int, ScalarType::Long}, {kAny}, like);
-    const int64_t rows = tokens.size(0);
-    check_tensor(kOp, "parents", parents, {ScalarType::Int}, {rows}, like);
-    check_tensor(kOp, "mask", mask, {ScalarType::Long}, {rows, kAny}, like);
-    check_tensor(kOp, "depth", depth, {ScalarType::Int}, {rows}, like);
-    check_tensor(kOp, "positions", positions, {ScalarType::Int}, {rows}, like);
-    check_tensor(kOp, "cu_nodes", cu_nodes, {ScalarType::Int}, {batch + 1}, like);
-    check_tensor(kOp, "flags", flags, {ScalarType::Int}, {batch}, like);
-    FV_CHECK(num_nodes >= 1 && num_nodes <= kMaxNodes, kOp, ": num_nodes must be in 1..", kMaxNodes, "; got ",
-             num_nodes, ". Fix: pass the number of verify nodes per request, the root included.");
-    FV_CHECK(vocab_size >= 1 && vocab_size <= kMaxVocab, kOp, ": vocab_size must be in 1..", kMaxVocab, "; got ",
-             vocab_size, ". Fix: pass the target's vocabulary size.");
-    FV_CHECK(rows >= batch * num_nodes, kOp, ": tokens must be at least B*num_nodes = ", batch * num_nodes,
-             " rows; got ", rows, ". Fix: allocate the outputs with B*num_nodes rows.");
-    const int64_t words = mask.size(1);
-    FV_CHECK(words <= kMaxMaskWords && 64 * words >= num_nodes, kOp, ": mask must be ", (num_nodes + 63) / 64, "..",
-             kMaxMaskWords, " words wide for ", num_nodes, " nodes; got ", words,
-             ". Fix: allocate ceil(num_nodes/64) words per row.");
-
+    const auto [batch, pool, rows, words] = check_build_tree(
+        pool_scores, pool_tokens, pool_parents, root_tokens, prefix_len, active, tokens, parents, mask, depth,
+        positions, cu_nodes, flags, num_nodes, vocab_size);
     const float* scores = cptr<float>(pool_scores);
     const int32_t* pool_parent = cptr<int32_t>(pool_parents);
     const int32_t *prefix = cptr<int32_t>(prefix_len), *live = cptr<int32_t>(active);

@@ -11,7 +11,7 @@
 #include "algo/convert.h"
 #include "algo/numeric.h"
 #include "algo/tree.h"
-#include "common/check.h"
+#include "tree/tree_args.h"
 
 namespace fv {
 namespace {
@@ -111,22 +111,7 @@ void topk_row(
 
 void draft_topk_cpu(
     const Tensor logits, const OptTensor d2t, const OptTensor cu_nodes, Tensor values, Tensor tokens) {
-    constexpr const char* kOp = "draft_topk";
-    check_tensor(kOp, "logits", logits, {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAny, kAny},
-                 logits, true);
-    const int64_t rows = logits.size(0), n = logits.size(1);
-    FV_CHECK(n <= kMaxVocab, kOp, ": logits must be at most ", kMaxVocab, " entries wide; got ", describe(logits),
-             ". Fix: pass one vocabulary row per node.");
-    check_tensor(kOp, "values", values, {ScalarType::Float}, {rows, kAny}, logits);
-    const int64_t k = values.size(1), limit = std::min<int64_t>(n, kMaxBeam);
-    FV_CHECK(k >= 1 && k <= limit, kOp, ": values must be 1..", limit,
-             " candidates wide (at most the draft vocabulary and ", kMaxBeam, "); got ", describe(values), ". Fix: choose k in that range.");
-    check_tensor(kOp, "tokens", tokens, {ScalarType::Int}, {rows, k}, logits);
-    check_optional(kOp, "d2t", d2t, {ScalarType::Long}, {n}, logits);
-    check_optional(kOp, "cu_nodes", cu_nodes, {ScalarType::Int}, {kAny}, logits);
-    FV_CHECK(!cu_nodes || cu_nodes->size(0) >= 1, kOp, ": cu_nodes must be int32 [B+1]; got ", describe(*cu_nodes),
-             ". Fix: pass prefix sums that start with 0, or None.");
-
+    const auto [rows, n, k] = check_draft_topk(logits, d2t, cu_nodes, values, tokens);
     const int32_t last = cu_nodes ? cptr<int32_t>(*cu_nodes)[cu_nodes->size(0) - 1] : 0;
     const int64_t valid = cu_nodes ? std::clamp<int64_t>(last, 0, rows) : rows;
     const LoadRow load = logits.scalar_type() == ScalarType::Float ? load_float

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "algo/tree.h"
-#include "common/check.h"
+#include "tree/tree_args.h"
 
 namespace fv {
 namespace {
@@ -72,40 +72,10 @@ void grow_tree_cpu(
     const Tensor values, const Tensor tokens, const Tensor hidden, const Tensor prefix_len, const Tensor active,
     Tensor cu_nodes, Tensor scores, Tensor pool_index, Tensor mask, Tensor pool_scores, Tensor pool_tokens,
     Tensor pool_parents, Tensor next_tokens, Tensor next_positions, Tensor next_hidden, int64_t level) {
-    constexpr const char* kOp = "grow_tree";
-    const Tensor& like = values;
-    check_tensor(kOp, "values", values, {ScalarType::Float}, {kAny, kAny}, like);
-    check_tensor(kOp, "prefix_len", prefix_len, {ScalarType::Int}, {kAny}, like);
-    const int64_t batch = prefix_len.size(0), k = values.size(1);
-    FV_CHECK(k >= 1 && k <= kMaxBeam, kOp, ": values must be 1..", kMaxBeam, " candidates wide; got ", describe(values),
-             ". Fix: draft with k in that range.");
-    FV_CHECK(level >= 0 && level < kMaxNodes, kOp, ": level must be in 0..", kMaxNodes - 1, "; got ", level,
-             ". Fix: count draft levels from 0.");
-    const int64_t beam = batch * k, rows = level == 0 ? batch : beam;
-    check_tensor(kOp, "values", values, {ScalarType::Float}, {rows, k}, like);
-    check_tensor(kOp, "tokens", tokens, {ScalarType::Int}, {rows, k}, like);
-    check_tensor(kOp, "hidden", hidden, {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16, ScalarType::Double},
-                 {rows, kAny}, like, true);
-    check_tensor(kOp, "active", active, {ScalarType::Int}, {batch}, like);
-    check_tensor(kOp, "cu_nodes", cu_nodes, {ScalarType::Int}, {batch + 1}, like);
-    check_tensor(kOp, "scores", scores, {ScalarType::Float}, {beam}, like);
-    check_tensor(kOp, "pool_index", pool_index, {ScalarType::Int}, {beam}, like);
-    check_tensor(kOp, "mask", mask, {ScalarType::Long}, {beam, kAny}, like);
-    check_tensor(kOp, "pool_scores", pool_scores, {ScalarType::Float}, {batch, kAny}, like);
-    const int64_t pool = pool_scores.size(1), words = mask.size(1), columns = (level + 1) * k;
-    check_tensor(kOp, "pool_tokens", pool_tokens, {ScalarType::Int}, {batch, pool}, like);
-    check_tensor(kOp, "pool_parents", pool_parents, {ScalarType::Int}, {batch, pool}, like);
-    check_tensor(kOp, "next_tokens", next_tokens, {ScalarType::Int}, {beam}, like);
-    check_tensor(kOp, "next_positions", next_positions, {ScalarType::Int}, {beam}, like);
-    check_tensor(kOp, "next_hidden", next_hidden, {hidden.scalar_type()}, {beam, hidden.size(1)}, like);
-    FV_CHECK(pool >= pool_end(level, k), kOp, ": pool_scores must be at least ", pool_end(level, k),
-             " entries wide at level ", level, " with k ", k, "; got ", pool,
-             ". Fix: allocate k + (levels-1)*k*k entries per request.");
-    FV_CHECK(words <= kMaxMaskWords && 64 * words >= columns, kOp, ": mask must be ", (columns + 63) / 64, "..",
-             kMaxMaskWords, " words wide at level ", level, " with k ", k, "; got ", words,
-             ". Fix: allocate ceil(levels*k/64) words per row.");
-    FV_CHECK(beam == 0 || hidden.size(1) == 0 || hidden.const_data_ptr() != next_hidden.const_data_ptr(), kOp,
-             ": next_hidden must be another buffer than hidden; got the same one. Fix: use two buffers in turn.");
+    const auto [batch, k, words, pool] = check_grow_tree(
+        values, tokens, hidden, prefix_len, active, cu_nodes, scores, pool_index, mask, pool_scores, pool_tokens,
+        pool_parents, next_tokens, next_positions, next_hidden, level);
+    const int64_t beam = batch * k;
 
     const int32_t *prefix = cptr<int32_t>(prefix_len), *live = cptr<int32_t>(active);
     std::vector<int32_t> rank(batch + 1, 0);

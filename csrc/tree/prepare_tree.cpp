@@ -8,7 +8,7 @@
 
 #include "algo/schedule.h"
 #include "algo/tree.h"
-#include "common/check.h"
+#include "tree/tree_args.h"
 
 namespace fv {
 namespace {
@@ -95,35 +95,9 @@ void prepare_tree_cpu(
     const OptTensor mask, const OptTensor depth, const OptTensor positions, const OptTensor slots,
     const OptTensor first_child, const OptTensor next_sibling, const OptTensor schedule, const OptTensor flags,
     int64_t page_size, int64_t row_base) {
-    constexpr const char* kOp = "prepare_tree";
-    const Tensor& like = cu_nodes;
-    check_tensor(kOp, "cu_nodes", cu_nodes, {ScalarType::Int}, {kAny}, like);
-    FV_CHECK(cu_nodes.size(0) >= 1, kOp, ": cu_nodes must be int32 [B+1]; got ", describe(cu_nodes),
-             ". Fix: pass prefix sums that start with 0.");
-    const int64_t batch = cu_nodes.size(0) - 1;
-    int64_t rows = kAny;  // of the first per-row tensor given; the others must agree
-    const OptTensor* const per_row[] = {&parents, &mask, &depth, &positions, &slots, &first_child, &next_sibling};
-    for (const OptTensor* t : per_row) {
-        if (*t && rows == kAny && (*t)->dim() > 0) rows = (*t)->size(0);
-    }
-    check_tensor(kOp, "prefix_len", prefix_len, {ScalarType::Int}, {batch}, like);
-    check_tensor(kOp, "page_table", page_table, {ScalarType::Int}, {batch, kAny}, like);
-    check_optional(kOp, "parents", parents, {ScalarType::Int}, {rows}, like);
-    check_optional(kOp, "mask", mask, {ScalarType::Long}, {rows, kAny}, like);
-    check_optional(kOp, "depth", depth, {ScalarType::Int}, {rows}, like);
-    check_optional(kOp, "positions", positions, {ScalarType::Int}, {rows}, like);
-    check_optional(kOp, "slots", slots, {ScalarType::Long}, {rows}, like);
-    check_optional(kOp, "first_child", first_child, {ScalarType::Int}, {rows}, like);
-    check_optional(kOp, "next_sibling", next_sibling, {ScalarType::Int}, {rows}, like);
-    check_optional(kOp, "schedule", schedule, {ScalarType::Int}, {batch + 3}, like);
-    check_optional(kOp, "flags", flags, {ScalarType::Int}, {batch}, like);
-    FV_CHECK(!mask || (mask->size(1) >= 1 && mask->size(1) <= kMaxMaskWords), kOp, ": mask must be 1..", kMaxMaskWords,
-             " words wide; got ", describe(*mask), ". Fix: allocate ceil(columns/64) words per row.");
-    FV_CHECK(page_size >= 1, kOp, ": page_size must be at least 1; got ", page_size,
-             ". Fix: pass the cache's page size.");
-    FV_CHECK(row_base >= 0 && row_base <= INT32_MAX, kOp, ": row_base must be in 0..", INT32_MAX, "; got ", row_base,
-             ". Fix: pass the forest column of the first row (0 for a verify tree).");
-
+    const auto [batch, rows] = check_prepare_tree(
+        parents, cu_nodes, prefix_len, page_table, mask, depth, positions, slots, first_child, next_sibling, schedule,
+        flags, page_size, row_base);
     const int32_t *cu = cptr<int32_t>(cu_nodes), *prefix = cptr<int32_t>(prefix_len);
     const int32_t *pages = cptr<int32_t>(page_table), *parent = cptr<int32_t>(parents);
     const int64_t num_pages = page_table.size(1);

@@ -11,6 +11,29 @@ from .verify_tree import Sampling, Verified
 _op = None
 
 
+def head_workspace_bytes(rows: int, vocab_size: int, sms: int) -> tuple:
+    """(bytes, of which zeroed) of the CUDA op's workspace; csrc/algo/head_plan.h says what lies where."""
+    align = lambda n: -(-n // 256) * 256  # noqa: E731
+    tile = next((n for n in (8, 16, 32) if rows <= n), 64)
+    chunks = -(-rows // tile)
+    zeroed = align(align(align(8 * rows) + 4 * rows) + 4 * chunks * -(-vocab_size // 128))
+    logits = align(zeroed + 2 * 4 * tile * 128 * max(2 * sms, chunks))
+    return align(logits + 4 * rows * (-(-vocab_size // 4) * 4)), zeroed
+
+
+def head_workspace(rows: int, vocab_size: int, device: "torch.device | str") -> torch.Tensor:
+    """uint8 workspace of lm_head_verify_tree for at most `rows` node rows on a CUDA device.
+
+    It holds f32 logits [rows, vocab_size] for requests with filters; without filters they are never touched. Make it once:
+    every call leaves it ready for the next one.
+    """
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    size, zeroed = head_workspace_bytes(rows, vocab_size, sms)
+    workspace = torch.empty(size, dtype=torch.uint8, device=device)
+    workspace[:zeroed].zero_()
+    return workspace
+
+
 def lm_head_verify_tree(hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor,
                         cu_nodes: torch.Tensor, prefix_len: torch.Tensor, active: torch.Tensor, remaining: torch.Tensor,
                         sampling: Sampling, *, max_path: Optional[int] = None, stop_ids: Optional[torch.Tensor] = None,
@@ -34,6 +57,8 @@ def lm_head_verify_tree(hidden: torch.Tensor, weight: torch.Tensor, tokens: torc
         _op = _ops.get("lm_head_verify_tree")
     if hidden.device.type != "cpu":
         _ops.require_kernel("lm_head_verify_tree", hidden.device)
+        if workspace is None:
+            workspace = head_workspace(hidden.shape[0], vocab_size or weight.shape[0], hidden.device)
     if out is None:
         out = Verified.empty(cu_nodes.numel() - 1, min(max_path or hidden.shape[0], 1024), hidden.device, logprobs)
     _op(hidden, weight, tokens, parents, cu_nodes, prefix_len, active, remaining, stop_ids, sampling.temperature,

@@ -34,13 +34,14 @@ def call(op: str, device: str, case: dict, function: "Callable | None" = None) -
     args, outputs = [], {}
     for a in arguments(op):
         value = case.get(a.name)
-        if isinstance(value, torch.Tensor):
-            value = value.to("cpu" if device == "reference" else device)
+        if isinstance(value, (torch.Tensor, list)):
+            moved = [t.to("cpu" if device == "reference" else device) for t in ([value] if isinstance(value, torch.Tensor) else value)]
             if a.alias_info is not None and a.alias_info.is_write:
-                value = outputs[a.name] = value.clone()
+                moved = outputs[a.name] = [t.clone() for t in moved]
+            value = moved[0] if isinstance(value, torch.Tensor) else moved
         args.append(value)
     (function or (getattr(reference, op) if device == "reference" else _ops.get(op)))(*args)
-    return {name: t.cpu() for name, t in outputs.items()}
+    return {name: (tensors[0] if len(tensors) == 1 else torch.stack(tensors)).cpu() for name, tensors in outputs.items()}
 
 
 def same(got: dict, want: dict, tolerance: "dict | None" = None, rows: "torch.Tensor | None" = None) -> None:
@@ -183,16 +184,28 @@ def tree_attention(device: str, rng) -> int:
     return len(kinds)
 
 
-@check("compact_kv")
-def compact_kv(device: str, rng) -> int:
+def compact_case(rng) -> dict:
     counts, page = [5, 1, 9], 4
     table, num_pages = pages(3, 60, page, rng)
     path = torch.tensor([[0, 2, 4, -1], [0, -1, -1, -1], [0, 1, 5, 8]], dtype=I32)
     cache = lambda: torch.randn(2, num_pages, page, 2, 8, generator=rng)  # noqa: E731
-    case = dict(k_cache=cache(), v_cache=cache(), path=path, num_tokens_out=torch.tensor([3, 0, 4], dtype=I32),
+    return dict(k_cache=cache(), v_cache=cache(), path=path, num_tokens_out=torch.tensor([3, 0, 4], dtype=I32),
                 prefix_len=ints(0, 40, rng, 3), page_table=table, cu_nodes=cumulative(counts), aux=torch.randn(15, 6, generator=rng), aux_out=torch.full((12, 6), math.nan),
                 cu_out=torch.full((4,), SENTINEL, dtype=I32))
+
+
+@check("compact_kv")
+def compact_kv(device: str, rng) -> int:
+    case = compact_case(rng)
     same(call("compact_kv", device, case), call("compact_kv", "reference", case))
+    return 1
+
+
+@check("compact_kv_layers")
+def compact_kv_layers(device: str, rng) -> int:
+    case = compact_case(rng)
+    case["k_caches"], case["v_caches"] = list(case.pop("k_cache")), list(case.pop("v_cache"))
+    same(call("compact_kv_layers", device, case), call("compact_kv_layers", "reference", case))
     return 1
 
 

@@ -20,12 +20,17 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, several_drafts: bool = False) -> None:
     g = parser.add_argument_group("models")
     g.add_argument("--target", metavar="PATH",
                    help="Hugging Face folder or GGUF file (default: the demo model of `fastverify fetch-demo`)")
-    g.add_argument("--draft", metavar="PATH|ngram|none", help="EAGLE-3 folder, n-gram lookup, or none (default: the shipped "
-                   "EAGLE-3 draft where it fits the target, else ngram)")
+    what = "EAGLE-3 folder, n-gram lookup, or none"
+    if several_drafts:
+        g.add_argument("--draft", metavar="PATH|ngram|none", action="append", help=f"{what}; may be repeated (default: the "
+                       "shipped EAGLE-3 draft where it fits the target, and ngram)")
+    else:
+        g.add_argument("--draft", metavar="PATH|ngram|none", help=f"{what} (default: the shipped EAGLE-3 draft where it fits "
+                       "the target, else ngram)")
     g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                    help="auto: cuda if every op of the step has a kernel there")
     g.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),

@@ -8,13 +8,16 @@ from .output import Output
 
 def add_parser(commands) -> argparse.ArgumentParser:
     text = ("Break-even accept length, tok/s against accept length, and what to change first. From measured times (--plain-ms, "
-            "--verify-ms, --draft-ms) or from a model (--config, --memory-gbs, --draft-step-ms).")
+            "--verify-ms, --draft-ms), from a model (--config, --memory-gbs, --draft-step-ms) or from `fastverify probe` (--probe).")
     parser = commands.add_parser("plan", help="does speculation pay: the arithmetic", description=text)
     parser.add_argument("--tau", default="1.5,2,2.5,3", metavar="X,...", help="accept lengths (default 1.5,2,2.5,3)")
     parser.add_argument("--other-ms", type=float, default=0.0, metavar="MS", help="the rest of a round (default 0)")
     parser.add_argument("--allreduce", metavar="NAME|US,...", help="nccl-misconfigured (205 us), nccl-p2p (24 to 56), "
                         "host-mailbox (17 to 25), kernel (10), nvlink-kernel (6 to 7), or microseconds")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--plot", metavar="OUT.svg|png", help="also draw tok/s against tau, and the shapes (needs matplotlib)")
+    parser.add_argument("--probe", metavar="FILE", help="what `fastverify probe --out FILE` wrote: its drafts and shapes, and "
+                        "chains between them; --plain-ms and --verify-ms replace what was measured")
     g = parser.add_argument_group("from measured times")
     g.add_argument("--plain-ms", type=float, metavar="MS", help="plain decoding, per token")
     g.add_argument("--verify-ms", type=float, metavar="MS", help="one verify forward")
@@ -38,12 +41,16 @@ def add_parser(commands) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from . import plan_model, plan_times
+    from . import plan_model, plan_plot, plan_probe, plan_times
     taus = numbers("tau", args.tau, at_least=1.0)
     _check(args)
+    if args.plot:
+        plan_plot.check_plot("plan", args.plot)
     out = Output(json_only=args.json)
-    mode = plan_model if args.config else plan_times
+    mode = plan_probe if args.probe else plan_model if args.config else plan_times
     data = mode.compute(args, taus)
+    if args.plot:
+        plan_plot.plot(args.plot, data)
     if args.json:
         out.json(data)
     else:
@@ -53,7 +60,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     times = ("plain_ms", "verify_ms", "draft_ms")
-    if args.config:
+    if args.probe:
+        given = [n for n in ("config", "draft_ms", "allreduce", "allreduces", "allreduce_us", "reported", "draft_step_ms",
+                             "memory_gbs", "accept", "other_ms") if getattr(args, n)]
+        if given:
+            raise ValueError(f"plan: {_flag(given[0])} must go without --probe; got both. Fix: leave one out.")
+        missing = []
+    elif args.config:
         given = [n for n in times[1:] + ("allreduces", "allreduce_us", "reported") if getattr(args, n)]
         if given:
             raise ValueError(f"plan: {_flag(given[0])} must go without --config; got both. Fix: leave one out.")

@@ -2,7 +2,7 @@
 
 import argparse
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -42,6 +42,11 @@ class Session:
             matches = 1 if tree.startswith("chain") else 4
             draft = NgramDrafter(num_draft=parse_shape(tree).nodes - 1, num_matches=matches)
         return Decoder(self.target, draft, tree=tree)
+
+    def with_draft(self, given: Optional[str]) -> "Session":
+        """The same target with another drafter (PATH, "ngram", "none", or None: the shipped one where it fits)."""
+        draft, name = _draft(given, self.target, self.target.dtype, self.device, self.notes)
+        return replace(self, draft=draft, draft_name=name)
 
     def encode(self, command: str, prompt: str, system: Optional[str] = None, raw: bool = False) -> list:
         """Token ids of one prompt, in the model's chat format unless raw."""

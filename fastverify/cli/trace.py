@@ -16,6 +16,8 @@ def add_parser(commands) -> argparse.ArgumentParser:
     parser.add_argument("--step-name", metavar="REGEX", help="annotations that mark steps (default: ProfilerStep#N and those of "
                         "vLLM and SGLang)")
     parser.add_argument("--per-step", type=int, metavar="N", help="no annotations: so many collectives make a step")
+    parser.add_argument("--timeline", metavar="OUT.svg", help="also draw the collectives of one step, a lane per rank")
+    parser.add_argument("--timeline-step", type=int, default=0, metavar="N", help="the step to draw, from 0 (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object with every step, and nothing else")
     return parser
 
@@ -30,6 +32,9 @@ def run(args: argparse.Namespace) -> int:
     except re.error as exc:
         raise ValueError(f"trace: step_name must be a regular expression; got {args.step_name!r} ({exc}). "
                          "Fix: change --step-name.") from None
+    if args.timeline and (not args.timeline.endswith(".svg") or not Path(args.timeline).resolve().parent.is_dir()):
+        raise ValueError(f"trace: timeline must be an .svg file in a folder that exists; got {args.timeline}. "
+                         "Fix: change --timeline.")
     for path in args.traces:
         if not Path(path).is_file():
             raise ValueError(f"trace: every trace must be an existing file; got {path}. Fix: check the path.")
@@ -38,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("trace: at least two ranks must be given, since waiting is what one rank has more than another; got 1 "
                          "file. Fix: pass the traces of every rank.")
     from ..trace import account, read_rank
+    from ..trace.timeline import timeline
     out = Output(json_only=args.json)
     ranks = []
     with out.progress("reading traces", sum(sizes), bytes_=True) as update:
@@ -45,8 +51,12 @@ def run(args: argparse.Namespace) -> int:
             before = sum(sizes[:i])
             ranks.append(read_rank(path, args.step_name, lambda done: update(before + done)))  # noqa: B023 (called at once)
     report = account(ranks, args.per_step)
+    picture = timeline(report, args.timeline_step) if args.timeline else None
     for note in report.notes:
         out.note(f"fastverify: trace: {note}")
+    if picture:
+        Path(args.timeline).write_text(picture, encoding="utf-8")
+        out.note(f"written: {args.timeline}")
     if args.json:
         out.json(as_dict(report))
     else:

@@ -140,11 +140,25 @@ class Decoder:
             return None
         # the text repeats, so that an n-gram drafter drafts full trees too
         prompts = [[(7919 * (i % 4) + b) % vocab for i in range(length)] for b in range(batch)]
-        run = _Run(self, prompts, new, SamplingParams(), [], fixed=shape)
-        for _ in run.spans(limit=rounds):
-            pass
-        ordered = sorted(run.round_ms[1:])
+        ordered = sorted(r["total"] for r in self.time_rounds(prompts, shape, rounds)[1:])
         return ordered[len(ordered) // 2] if ordered else None
+
+    def time_rounds(self, prompts: list, shape: Shape, rounds: int, stats: Optional[Stats] = None) -> list:
+        """Runs `rounds` rounds of one shape behind the prompts, stop ids ignored; [{"draft", "target", "verify", "other",
+        "total"}] in ms, one per round (the first one is cold). An n-gram drafter drafts from the prompts alone.
+
+        stats  takes the counts and times; SynchronizedStats for stage times of an asynchronous device
+        """
+        run = _Run(self, prompts, rounds * (shape.levels + 1) + 2, SamplingParams(), [], fixed=shape)
+        run.stats = stats or run.stats
+        stages, seen, found = ("draft", "target", "verify"), dict(run.stats.ms), []
+        for _ in run.spans(limit=rounds):
+            if len(run.round_ms) > len(found):  # a round's spans come after its last stage
+                now = dict(run.stats.ms)
+                found.append({s: now[s] - seen[s] for s in stages} | {"total": run.round_ms[-1]})
+                found[-1]["other"] = found[-1]["total"] - sum(found[-1][s] for s in stages)
+                seen = now
+        return found
 
 
 def _extra_rows(shapes: tuple) -> int:
@@ -262,7 +276,8 @@ class _Run:
             histories = [p + t if f is None else [] for p, t, f in zip(self.prompts, self.tokens, self.finish)]
             if self.fixed is not None:  # a measurement: what is drafted must not depend on what the target says
                 histories = self.prompts
-            self.pool = self.draft.pool(histories)
+            with self.stats.timer("draft"):
+                self.pool = self.draft.pool(histories)
             if bool((self.pool[0] == -torch.inf).all()):
                 return OFF  # nothing in the text matches: one row, not a padded tree
         return self.shape

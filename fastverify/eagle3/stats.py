@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Callable, Optional
 
 
 @dataclass
@@ -85,6 +85,20 @@ class Stats:
             drafted=self.drafted, per_depth=[dict(depth=d, unconditional=u, conditional=c) for d, u, c in self.per_depth()],
             ms=dict(self.ms), decode_ms=self.decode_ms, tokens_per_second=self.tokens_per_second,
             break_even_tau=self.break_even, plain_ms_per_step=self.plain_ms, controller=self.controller)
+
+
+class SynchronizedStats(Stats):
+    """Stats whose stage times include the device's work: `wait` (torch.cuda.synchronize, or nothing) ends every stage."""
+
+    def __init__(self, wait: Callable = lambda: None) -> None:
+        super().__init__()
+        self.wait = wait
+
+    @contextmanager
+    def timer(self, stage: str):
+        with super().timer(stage):
+            yield
+            self.wait()
 
 
 def distinct_ngram_ratio(tokens: list, n: int = 4) -> float:

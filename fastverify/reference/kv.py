@@ -1,6 +1,6 @@
-"""Oracle of the kv stage: compact_kv, one row at a time."""
+"""Oracle of the kv stage: compact_kv and compact_kv_layers, one row at a time."""
 
-__all__ = ["compact_kv"]
+__all__ = ["compact_kv", "compact_kv_layers"]
 
 
 def accepted_nodes(path: list, count: int, nodes) -> list:
@@ -15,7 +15,14 @@ def accepted_nodes(path: list, count: int, nodes) -> list:
 
 def compact_kv(k_cache, v_cache, path, num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out) -> None:
     """Row path[b,i] -> i of every request, every layer; aux rows gathered flat. See csrc/ops.cpp."""
-    page_size = k_cache.shape[2]
+    compact_kv_layers(list(k_cache), [] if v_cache is None else list(v_cache), path, num_tokens_out, prefix_len, page_table,
+                      cu_nodes, aux, aux_out, cu_out, k_cache.shape[2])
+
+
+def compact_kv_layers(k_caches, v_caches, path, num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out,
+                      page_size=None) -> None:
+    """The same over lists of layers; page_size is that of the first layer unless given (a slab may have no layer)."""
+    page_size = k_caches[0].shape[1] if page_size is None else page_size
     cu = None if cu_nodes is None else cu_nodes.tolist()
     paths = [
         accepted_nodes(p, n, None if cu is None else cu[b + 1] - cu[b])
@@ -28,9 +35,8 @@ def compact_kv(k_cache, v_cache, path, num_tokens_out, prefix_len, page_table, c
                 continue
             src, dst = base + node, base + i
             src_page, dst_page = int(page_table[b, src // page_size]), int(page_table[b, dst // page_size])
-            for cache in (k_cache, v_cache):
-                if cache is not None:
-                    cache[:, dst_page, dst % page_size] = cache[:, src_page, src % page_size]
+            for cache in (*k_caches, *v_caches):
+                cache[dst_page, dst % page_size] = cache[src_page, src % page_size]
     offset = 0
     if cu_out is not None:
         cu_out.zero_()

@@ -103,7 +103,7 @@ class RankTrace:
 def read_rank(path: "str | Path", step_pattern: Optional[str] = None, progress: Optional[Callable] = None) -> RankTrace:
     """Streams one file. step_pattern: regular expression of the step annotations (default: STEPS).
 
-    Memory: 16 bytes per GPU event, and the collectives. Errors: ValueError if the file is no trace.
+    Memory: about 50 bytes per GPU event, and the collectives. Errors: ValueError if the file is no trace.
     """
     wanted = re.compile(step_pattern) if step_pattern else STEPS
     reader = TraceReader(path, progress)

@@ -6,7 +6,22 @@ import torch
 from cases import verify_case
 from conftest import positional, run_op
 from fastverify import _ops
+from fastverify.accept.lm_head_verify_tree import head_workspace_bytes
 from fastverify.reference.accept import verify_margin
+
+
+def run_head(backend, **case) -> dict:
+    """run_op with the workspace that the CUDA kernels need; its zeroed part must be zero again afterwards."""
+    if backend in ("reference", "cpu"):
+        return run_op(backend, "lm_head_verify_tree", **case)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count if backend == "cuda" else 132
+    size, zeroed = head_workspace_bytes(case["hidden"].shape[0], case["vocab_size"], sms)
+    workspace = torch.full((size + 64,), 0xff, dtype=torch.uint8)  # NaN wherever it is read before it is written
+    workspace[:zeroed] = 0
+    got = run_op(backend, "lm_head_verify_tree", **{**case, "workspace": workspace})
+    after = got.pop("workspace")
+    assert not after[:zeroed].any() and (after[size:] == 0xff).all()
+    return got
 
 
 def head_case(rng, h: int = 24, dtype=torch.float32, weight_dtype=None, **kw) -> dict:
@@ -31,7 +46,7 @@ def test_equals_oracle(backend, rng, dtype, temperature, filters, extras, logpro
         want = {k: v.clone() for k, v in case.items() if isinstance(v, torch.Tensor)}
         merged = {**case, **want, "logits": case["hidden"].double() @ case["weight"].double().T}
         margins = torch.tensor(verify_margin(*positional("verify_tree", **{k: v for k, v in merged.items() if k not in ("hidden", "weight")})))
-        got = run_op(backend, "lm_head_verify_tree", **case)
+        got = run_head(backend, **case)
         clear = margins > 1e-4
         close, total = close + int((~clear).sum()), total + len(clear)
         for name, value in got.items():
@@ -54,7 +69,7 @@ def test_deep_walks_equal_verify_tree_on_exact_logits(backend, rng):
         assert base <= logits.shape[0]
         rest = {k: v for k, v in case.items() if k not in ("hidden", "weight")}
         want = run_op(backend, "verify_tree", logits=logits, **rest)
-        got = run_op(backend, "lm_head_verify_tree", **case)
+        got = run_head(backend, **case)
         for name in want:
             assert torch.equal(got[name], want[name]), name
 
@@ -63,8 +78,8 @@ def test_mixed_weight_dtype_and_stride(backend, rng):
     case = head_case(rng, h=32, batch=2, nodes=4, vocab=90, weight_dtype=torch.bfloat16)
     wide = torch.full((93, 40), float("nan"), dtype=torch.bfloat16)
     wide[:, :32] = case["weight"]
-    a = run_op(backend, "lm_head_verify_tree", **case)
-    b = run_op(backend, "lm_head_verify_tree", **{**case, "weight": wide[:, :32]})
+    a = run_head(backend, **case)
+    b = run_head(backend, **{**case, "weight": wide[:, :32]})
     for name in a:
         assert torch.equal(a[name], b[name]), name
 
@@ -84,7 +99,7 @@ def test_rows_shared_by_two_requests_do_not_mix(backend, rng):
         rest = {k: v for k, v in case.items() if k not in ("hidden", "weight")}
         want = run_op(backend, "verify_tree", logits=logits, **rest)
         deep += int(want["path"][0, 1]) == 1  # row 1 is node 1 of request 0 and the root of request 2
-        got = run_op(backend, "lm_head_verify_tree", **case)
+        got = run_head(backend, **case)
         assert got["flags"][1] & 4
         for name in want:
             assert torch.equal(got[name], want[name]), name

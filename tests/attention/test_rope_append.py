@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from cases import randint
-from conftest import positional, run_op
+from conftest import device_of, implementation, positional, run_op
 from fastverify import _ops
-from fastverify.attention.rope_append import GPTJ, NEOX, rope_append
+from fastverify.attention.rope_append import GPTJ, NEOX
 
 OP = "rope_append"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -146,12 +146,12 @@ def test_views_of_one_merged_qkv_matrix(backend, rng, dtype):
     """In place on the q columns; the k and v columns keep their bits; the cache is a layer view of [L, ...]."""
     case = rope_case(rng, rows=7, dtype=dtype)
     want = run_op(backend, OP, **case)
-    device = "cuda" if backend == "cuda" else "cpu"
+    device = device_of(backend)
     qkv = torch.cat([case[x].flatten(1) for x in ("q", "k", "v")], 1).to(device)
     q, k, v = qkv[:, :96].view(7, 6, 16), qkv[:, 96:128].view(7, 2, 16), qkv[:, 128:].view(7, 2, 16)
     layers = torch.full((2, 3, *case["k_cache"].shape), SENTINEL, device=device).to(dtype)
-    rope_append(q, k, v, case["positions"].to(device), case["slots"].to(device), case["cos_sin"].to(device), layers[0, 1],
-                layers[1, 1], eps=1e-5)
+    implementation(backend, OP)(q, k, v, case["positions"].to(device), case["slots"].to(device), case["cos_sin"].to(device), None,
+                                None, None, None, layers[0, 1], layers[1, 1], 1e-5, NEOX)
     assert torch.equal(q.cpu().nan_to_num(7.0), want["q"].nan_to_num(7.0))
     assert torch.equal(layers[0, 1].cpu(), want["k_cache"]) and torch.equal(layers[1, 1].cpu(), want["v_cache"])
     assert torch.equal(qkv[:, 96:].cpu().nan_to_num(7.0), torch.cat([case[x].flatten(1) for x in ("k", "v")], 1).nan_to_num(7.0))
@@ -174,6 +174,65 @@ def test_rows_and_threads_do_not_change_bits(rng):
     assert torch.equal(alone["q"][0], want["q"][row])
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bits; a NaN equals any NaN."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    nan = a.float().isnan()
+    return torch.equal(nan, b.float().isnan()) and bool(((a.view(words) == b.view(words)) | nan).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_kernels_have_the_bits_of_the_cpu_op(backend, rng, dtype, cache_dtype):
+    """Norm, rotation, scales and rounding, small to huge values, infinities; Triton: within one rounding step."""
+    if backend == "cpu":
+        pytest.skip("the CPU op is what the kernels are compared with")
+    for i, (d, rot) in enumerate([(128, 128), (64, 64), (96, 32), (20, 6), (256, 64), (300, 300), (8, 0), (1, 0)]):
+        case = rope_case(rng, rows=17, q_heads=3 + i, kv_heads=1 + i % 3, head_dim=d, rot=rot, page_size=[1, 16, 17][i % 3], dtype=dtype,
+                         cache_dtype=cache_dtype, style=i % 2, norm=i % 3 != 2, scales=i % 2 == 0)
+        size = 2.0 ** randint(-30, 14, rng, (17, 1, 1)).float()
+        for name in ("q", "k", "v"):
+            case[name] = (case[name].float() * size).to(dtype)
+        case["v"][3], case["k"][4] = float("inf"), -float("inf")
+        got, want = run_op(backend, OP, **case), run_op("cpu", OP, **case)
+        for name in got:
+            if backend == "triton":
+                kind = want[name].dtype
+                finite = want[name].float().isfinite()
+                assert close(got[name].float().where(finite, 0.0), want[name].float().where(finite, 0.0), kind), name
+                assert same_bits(got[name].float().where(~finite, 0.0), want[name].float().where(~finite, 0.0)), name
+            else:
+                assert same_bits(got[name], want[name]), (name, d, rot)
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_rounding_of_every_kind_of_float(backend, rng, cache_dtype):
+    """v is converted as torch does (fp8: after the clamp to 448): random bit patterns, ties, subnormals, NaN."""
+    bits = torch.randint(-2**31, 2**31 - 1, (64, 2, 512), generator=rng)
+    half = torch.arange(-2**15, 2**15).to(torch.int16).view(torch.float16).float().view(64, 2, 512)
+    e4m3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(1.0).repeat(256).view(64, 2, 512)
+    ties = (e4m3 + e4m3.roll(1, -1)) / 2
+    for values in (bits.int().view(torch.float32), half, half * 2.0**-13, half * (1 + 2.0**-11), ties, ties.nextafter(e4m3)):
+        case = rope_case(rng, rows=64, head_dim=512, rot=0, cache_dtype=cache_dtype, skip=0.0)
+        got = run_op(backend, OP, **{**case, "v": values})["v_cache"].flatten(0, 1)[case["slots"]]
+        want = (values.clamp(-448, 448) if cache_dtype == torch.float8_e4m3fn else values).to(cache_dtype)
+        assert same_bits(got, want)
+
+
+def test_rows_out_of_range_are_left_alone_on_a_gpu(backend, rng):
+    """The CPU op raises; a kernel cannot, so it skips the row and touches nothing else."""
+    if backend == "cpu":
+        pytest.skip("the CPU op raises")
+    case = rope_case(rng, rows=6, skip=0.0)
+    case["slots"][1], case["slots"][2] = case["k_cache"].shape[0] * 4, 2**40
+    case["positions"][3], case["positions"][4] = 50, -7
+    got = run_op(backend, OP, **case)
+    good = run_op("cpu", OP, **{**case, "slots": torch.where(torch.tensor([0, 1, 1, 1, 1, 0]) > 0, -1, case["slots"])})
+    assert torch.equal(got["q"][1:5], case["q"][1:5])
+    for name in got:
+        assert close(got[name], good[name], case["q"].dtype), name
+
+
 def test_no_rows(backend, rng):
     case = rope_case(rng, rows=4)
     empty = run_op(backend, OP, **{**case, **{k: case[k][:0] for k in ("q", "k", "v", "positions", "slots")}})
@@ -189,6 +248,7 @@ def i32(*values) -> torch.Tensor:
 
 
 BAD_ARGUMENTS = [
+    (dict(q=torch.zeros(5, 6, 1025)), r"head_dim must be in \[1, 1024\]; got float32 .5, 6, 1025. on cpu. Fix: "),
     (dict(q=torch.zeros(5, 6, 16).double()), r"q must be float32\|bfloat16\|float16 \[any, any, any\] on cpu; got float64 \[5, 6, 16\] on cpu. Fix: cast"),
     (dict(q=torch.zeros(5, 96)), "q must be .* got float32 .5, 96. on cpu. Fix: pass that shape"),
     (dict(q=torch.zeros(5, 16, 6).transpose(1, 2)), "q must be dense in its last dimension"),

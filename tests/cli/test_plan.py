@@ -1,6 +1,8 @@
 """fastverify plan: the reported numbers of an 8-GPU PCIe machine, a MoE and a dense model by hand, wrong input."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +65,20 @@ def test_allreduce_times(plan):
     assert len(plan(*USER, *COMM, "--allreduce", "kernel,33")["rows"]) == 6
     quick = plan(*USER, "--allreduces", "122", "--allreduce-us", "50")
     assert not any("not what the wire costs" in n for n in quick["notes"])
+
+
+def test_what_follows_from_each_allreduce_time(plan):
+    """205, 56, 24 and 10 us: (30 - 122 x 0.205) + 122 x us, and 1000 tau over it and the draft; the docs hold the same numbers."""
+    rows = {(r["allreduce_us"], r["draft_ms"]): r for r in plan(*USER, *COMM, "--tau", "1.5,2")["rows"]}
+    by_hand = {205: (30.0, 49, 65, 43, 57), 56: (11.82, 120, 160, 89, 119), 24: (7.92, 175, 233, 116, 155), 10: (6.21, 218, 291, 134, 178)}
+    for us, (verify, *speeds) in by_hand.items():
+        assert rows[us, 0.66]["verify_ms"] == pytest.approx(4.99 + 122 * us / 1e3) and round(rows[us, 0.66]["verify_ms"], 2) == verify
+        assert [round(rows[us, d]["tokens_per_second"][t]) for d in (0.66, 5.0) for t in ("1.5", "2")] == speeds
+    page = Path(__file__).resolve().parents[2] / "docs/plan_and_trace.md"
+    if page.exists():
+        table = re.findall(r"\| (\d+) \| ([\d.]+) \| (\d+) \| (\d+) \|$", page.read_text(), re.M)
+        assert {int(us): (float(v), int(a), int(b)) for us, v, a, b in table} == {
+            us: (round(v, 1), a, b) for us, (v, _, a, _, b) in by_hand.items()}
 
 
 def test_without_communication_the_verify_is_named(plan):

@@ -23,7 +23,7 @@ flags=(-std=c++20 -O2 -g1 -fPIC -ffp-contract=off -w -I csrc -I csrc/common -I t
 newest() { find csrc tests/emulator -name '*.h' -newer "$1" -o -name '*.cuh' -newer "$1" | head -n 1; }
 pids=()
 objects=()
-for source in csrc/ops.cpp tests/emulator/emulator.cpp tests/emulator/selftest.cu $sources; do
+for source in csrc/ops.cpp tests/emulator/emulator.cpp tests/emulator/selftest.cu csrc/accept/verify_args.cpp $sources; do
   object=$out/$(echo "$source" | tr / _).o
   objects+=("$object")
   if [ -f "$object" ] && [ "$object" -nt "$source" ] && [ -z "$(newest "$object")" ]; then continue; fi

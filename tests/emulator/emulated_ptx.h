@@ -4,6 +4,8 @@
 #pragma once
 #include "emulator.h"
 
+#include <chrono>
+
 namespace fv {
 
 inline uint32_t shared_address(const void*) { return 0; }
@@ -82,5 +84,13 @@ inline uint4 load_streaming_16(const void* p) {
     std::memcpy(&v, p, 16);
     return v;
 }
+inline uint4 ld_relaxed_sys_16(const void* p) { return load_streaming_16(p); }
+inline void st_relaxed_sys_16(void* p, uint4 v) { std::memcpy(p, &v, 16); }
+inline uint32_t ld_relaxed_sys(const uint32_t* p) { return *p; }
+inline void st_relaxed_sys(uint32_t* p, uint32_t v) { *p = v; }
+inline uint64_t global_timer() {
+    return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+}
+inline void spin_pause() { emu::spin(); }
 
 }  // namespace fv

@@ -54,6 +54,7 @@ emu_switch:
 
 enum class State { kReady, kBlock, kWarp, kDone };
 
+struct Block;
 struct Thread : Fiber {
     void* sp = nullptr;
     State state = State::kDone;
@@ -61,11 +62,19 @@ struct Thread : Fiber {
     uint64_t value = 0;
     const char* what = "";
     uint64_t seen[32];  // what the lanes of the warp gave at the last exchange; private, so that no lane can run ahead
+    Block* block = nullptr;
 };
 
-Thread threads[kMaxThreads];
+struct Block {
+    uint3 index;
+    std::vector<Thread> threads;
+    std::vector<unsigned char> memory;
+    unsigned char* dynamic = nullptr;
+    int alive = 0, at_barrier = 0, barrier_sum = 0, barrier_result = 0;
+};
+
 unsigned char* stacks = nullptr;
-int num_threads = 0, alive = 0, at_barrier = 0, barrier_sum = 0, barrier_result = 0;
+size_t num_stacks = 0;
 void* scheduler_sp = nullptr;
 const std::function<void()>* kernel_body = nullptr;
 
@@ -81,56 +90,71 @@ void give_way() {
 
 void entry() {
     (*kernel_body)();
-    static_cast<Thread*>(current)->state = State::kDone;
-    --alive;
+    Thread* me = static_cast<Thread*>(current);
+    me->state = State::kDone;
+    --me->block->alive;
     give_way();
     die("a finished thread ran again");
 }
 
-void start(Thread& t, int i) {
-    uint64_t* top = reinterpret_cast<uint64_t*>(stacks + (static_cast<size_t>(i) + 1) * kStack) - 3;
-    *top = 0;  // alignment: at entry rsp % 16 == 8
-    *--top = reinterpret_cast<uint64_t>(&entry);
-    for (int r = 0; r < 6; ++r) *--top = 0;
-    t.sp = top;
-    t.state = State::kReady;
+void start(Block& block, size_t first_stack, size_t smem) {
+    block.memory.assign(smem + 1024, 0xff);  // NaN: shared memory starts undefined
+    block.dynamic = reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(block.memory.data()) + 1023) & ~1023ull);
+    block.threads.resize(block_dim.x * block_dim.y * block_dim.z);
+    block.alive = static_cast<int>(block.threads.size());
+    block.at_barrier = block.barrier_sum = 0;
+    for (size_t i = 0; i < block.threads.size(); ++i) {
+        Thread& t = block.threads[i];
+        const unsigned u = static_cast<unsigned>(i);
+        t.thread_idx = uint3{u % block_dim.x, u / block_dim.x % block_dim.y, u / (block_dim.x * block_dim.y)};
+        t.linear = static_cast<int>(i);
+        t.lane = t.linear % 32;
+        t.warp = t.linear / 32;
+        t.block = &block;
+        uint64_t* top = reinterpret_cast<uint64_t*>(stacks + (first_stack + i + 1) * kStack) - 3;
+        *top = 0;  // at entry rsp % 16 == 8, as after a call
+        *--top = reinterpret_cast<uint64_t>(&entry);
+        for (int r = 0; r < 6; ++r) *--top = 0;
+        t.sp = top;
+        t.state = State::kReady;
+    }
 }
 
-void release_block_if_complete() {
-    if (alive == 0 || at_barrier < alive) return;  // exited threads do not take part
-    barrier_result = barrier_sum;
-    at_barrier = barrier_sum = 0;
-    for (int i = 0; i < num_threads; ++i) {
-        if (threads[i].state == State::kBlock) threads[i].state = State::kReady;
+void release_block_if_complete(Block& b) {
+    if (b.alive == 0 || b.at_barrier < b.alive) return;  // exited threads do not take part
+    b.barrier_result = b.barrier_sum;
+    b.at_barrier = b.barrier_sum = 0;
+    for (Thread& t : b.threads) {
+        if (t.state == State::kBlock) t.state = State::kReady;
     }
 }
 
 // Lanes of one warp waiting with the same mask go on when every lane of the mask that is alive has come.
-bool release_warps() {
+bool release_warps(Block& b) {
     bool any = false;
-    for (int w = 0; w * 32 < num_threads; ++w) {
-        for (int l = 0; l < 32 && w * 32 + l < num_threads; ++l) {
-            Thread& t = threads[w * 32 + l];
+    const int count = static_cast<int>(b.threads.size());
+    for (int w = 0; w * 32 < count; ++w) {
+        Thread* lanes = &b.threads[w * 32];
+        const int width = count - w * 32 < 32 ? count - w * 32 : 32;
+        for (int l = 0; l < width; ++l) {
+            Thread& t = lanes[l];
             if (t.state != State::kWarp) continue;
             bool complete = true;
-            for (int k = 0; k < 32 && complete; ++k) {
-                if (!(t.mask >> k & 1) || w * 32 + k >= num_threads) continue;
-                const Thread& o = threads[w * 32 + k];
-                if (o.state == State::kDone) continue;
-                complete = o.state == State::kWarp && o.mask == t.mask;
-                if (complete && o.what != t.what) die(std::string(t.what) + " meets " + o.what + " in one warp");
+            for (int k = 0; k < width && complete; ++k) {
+                if (!(t.mask >> k & 1) || lanes[k].state == State::kDone) continue;
+                complete = lanes[k].state == State::kWarp && lanes[k].mask == t.mask;
+                if (complete && lanes[k].what != t.what) die(std::string(t.what) + " meets " + lanes[k].what + " in one warp");
             }
             if (!complete) continue;
             const unsigned mask = t.mask;
             uint64_t values[32] = {};
-            for (int k = 0; k < 32 && w * 32 + k < num_threads; ++k) {
-                if ((mask >> k & 1) && threads[w * 32 + k].state == State::kWarp) values[k] = threads[w * 32 + k].value;
+            for (int k = 0; k < width; ++k) {
+                if ((mask >> k & 1) && lanes[k].state == State::kWarp) values[k] = lanes[k].value;
             }
-            for (int k = 0; k < 32 && w * 32 + k < num_threads; ++k) {
-                Thread& o = threads[w * 32 + k];
-                if (!(mask >> k & 1) || o.state != State::kWarp) continue;
-                std::memcpy(o.seen, values, sizeof(values));
-                o.state = State::kReady;
+            for (int k = 0; k < width; ++k) {
+                if (!(mask >> k & 1) || lanes[k].state != State::kWarp) continue;
+                std::memcpy(lanes[k].seen, values, sizeof(values));
+                lanes[k].state = State::kReady;
             }
             any = true;
         }
@@ -138,16 +162,41 @@ bool release_warps() {
     return any;
 }
 
+// Runs every thread of the block that can run, once. False if none could and nothing was released.
+bool step(Block& b) {
+    bool progress = false;
+    block_idx = b.index;
+    dynamic_memory = b.dynamic;
+    for (Thread& t : b.threads) {
+        if (t.state != State::kReady) continue;
+        progress = true;
+        current = &t;
+        emu_switch(&scheduler_sp, t.sp);
+    }
+    release_block_if_complete(b);
+    return release_warps(b) || progress;
+}
+
+void need_stacks(size_t count) {
+    if (count <= num_stacks) return;
+    if (stacks) munmap(stacks, kStack * num_stacks);
+    stacks = static_cast<unsigned char*>(
+        mmap(nullptr, kStack * count, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (stacks == MAP_FAILED) die("no memory for fibers");
+    num_stacks = count;
+}
+
 }  // namespace
 
 int block_barrier(int value) {
     Thread* me = static_cast<Thread*>(current);
+    Block& b = *me->block;
     me->state = State::kBlock;
-    ++at_barrier;
-    barrier_sum += value;
-    release_block_if_complete();
+    ++b.at_barrier;
+    b.barrier_sum += value;
+    release_block_if_complete(b);
     give_way();
-    return barrier_result;
+    return b.barrier_result;
 }
 
 const uint64_t* warp_exchange(unsigned mask, uint64_t value, const char* what) {
@@ -166,58 +215,46 @@ void warp_share(unsigned mask, const void* mine, size_t bytes, void* all) {
     uint64_t from[32];
     std::memcpy(from, warp_exchange(mask, reinterpret_cast<uint64_t>(mine), "warp_share"), sizeof(from));
     for (int i = 0; i < 32; ++i) {
-        if ((mask >> i & 1) && from[i]) std::memcpy(static_cast<char*>(all) + i * bytes, reinterpret_cast<const void*>(from[i]), bytes);
+        if ((mask >> i & 1) && from[i]) {
+            std::memcpy(static_cast<char*>(all) + i * bytes, reinterpret_cast<const void*>(from[i]), bytes);
+        }
     }
     warp_exchange(mask, 0, "warp_share end");
 }
 
-void run_grid(dim3 grid, dim3 block, size_t smem, const std::function<void()>& body) {
+void spin() { give_way(); }
+
+void run_grid(dim3 grid, dim3 block, size_t smem, bool resident, const std::function<void()>& body) {
     static std::mutex one_at_a_time;
     std::lock_guard<std::mutex> lock(one_at_a_time);
-    static unsigned char* memory = nullptr;
-    constexpr size_t kMemory = 256 * 1024;
-    if (!stacks) {
-        stacks = static_cast<unsigned char*>(
-            mmap(nullptr, kStack * kMaxThreads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-        memory = static_cast<unsigned char*>(std::aligned_alloc(1024, kMemory));
-        if (stacks == MAP_FAILED || !memory) die("no memory for fibers");
-    }
     kernel_body = &body;
     grid_dim = grid;
     block_dim = block;
-    dynamic_memory = memory;
-    num_threads = static_cast<int>(block.x * block.y * block.z);
-    for (unsigned z = 0; z < grid.z; ++z) {
-        for (unsigned y = 0; y < grid.y; ++y) {
-            for (unsigned x = 0; x < grid.x; ++x) {
-                block_idx = uint3{x, y, z};
-                std::memset(memory, 0xff, smem);  // NaN: shared memory starts undefined
-                for (int i = 0; i < num_threads; ++i) {
-                    Thread& t = threads[i];
-                    const unsigned u = static_cast<unsigned>(i);
-                    t.thread_idx = uint3{u % block.x, u / block.x % block.y, u / (block.x * block.y)};
-                    t.linear = i;
-                    t.lane = i % 32;
-                    t.warp = i / 32;
-                    start(t, i);
-                }
-                alive = num_threads;
-                at_barrier = barrier_sum = 0;
-                while (alive > 0) {
-                    bool progress = false;
-                    for (int i = 0; i < num_threads; ++i) {
-                        if (threads[i].state != State::kReady) continue;
-                        progress = true;
-                        current = &threads[i];
-                        emu_switch(&scheduler_sp, threads[i].sp);
-                    }
-                    release_block_if_complete();
-                    if (release_warps() || progress) continue;
-                    if (alive > 0 && at_barrier == 0) die("deadlock: lanes wait for others that never come");
-                    if (alive > 0) die("deadlock: " + std::to_string(at_barrier) + " of " + std::to_string(alive) +
-                                       " threads wait at a block barrier");
-                }
+    const size_t threads = block.x * block.y * block.z;
+    const size_t blocks = static_cast<size_t>(grid.x) * grid.y * grid.z;
+    need_stacks(resident ? threads * blocks : static_cast<size_t>(kMaxThreads));
+    std::vector<Block> alive(resident ? blocks : 1);
+    for (size_t i = 0; i < blocks; ++i) {
+        Block& b = alive[resident ? i : 0];
+        const unsigned u = static_cast<unsigned>(i);
+        b.index = uint3{u % grid.x, u / grid.x % grid.y, u / (grid.x * grid.y)};
+        start(b, resident ? i * threads : 0, smem);
+        if (resident) continue;
+        while (b.alive > 0) {
+            if (!step(b) && b.alive > 0) {
+                die("deadlock: " + std::to_string(b.at_barrier) + " of " + std::to_string(b.alive) +
+                    " threads wait at a block barrier, the others for lanes that never come");
             }
+        }
+    }
+    // blocks that wait for each other: any block may fall behind for a while
+    static uint64_t random = 0x9e3779b97f4a7c15ull;
+    for (size_t left = resident ? blocks : 0; left > 0;) {
+        left = 0;
+        for (Block& b : alive) {
+            random ^= random << 13, random ^= random >> 7, random ^= random << 17;
+            if (b.alive > 0 && (random & 3)) step(b);
+            left += b.alive > 0;
         }
     }
     current = nullptr;

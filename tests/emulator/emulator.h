@@ -37,6 +37,8 @@
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))
 #define __grid_constant__
+#undef __noinline__
+#define __noinline__ __attribute__((noinline))
 #define __align__(n) __attribute__((aligned(n)))
 
 // The same registrations, in a namespace of their own, for CPU tensors.
@@ -58,7 +60,10 @@ extern uint3 block_idx;
 extern dim3 block_dim, grid_dim;
 extern unsigned char* dynamic_memory;
 
-void run_grid(dim3 grid, dim3 block, size_t smem, const std::function<void()>& body);
+// resident: all blocks are alive together and may wait for each other (spin() in the loop); static __shared__ arrays
+// would be shared by all of them, so such kernels use dynamic shared memory only.
+void run_grid(dim3 grid, dim3 block, size_t smem, bool resident, const std::function<void()>& body);
+void spin();
 
 // Barrier of the whole block; returns sum over threads of `value` (for __syncthreads_count/or/and).
 int block_barrier(int value);
@@ -298,6 +303,15 @@ public:
 
     template <class... P, class... A>
     void run(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, A... args) const {
+        launch(false, kernel, grid, block, smem, args...);
+    }
+    // Every block of the grid runs at the same time (kernels that wait for other blocks).
+    template <class... P, class... A>
+    void run_resident(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, A... args) const {
+        launch(true, kernel, grid, block, smem, args...);
+    }
+    template <class... P, class... A>
+    void launch(bool resident, void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, A... args) const {
         FV_CHECK(grid.x > 0 && grid.y > 0 && grid.z > 0 && grid.y < 65536 && grid.z < 65536 && grid.x < (1u << 31), op,
                  ": the grid must be valid; got ", grid.x, " x ", grid.y, " x ", grid.z, ". Fix: the launcher.");
         FV_CHECK(block.x * block.y * block.z >= 1 && block.x * block.y * block.z <= emu::kMaxThreads, op,
@@ -305,7 +319,7 @@ public:
         FV_CHECK(smem <= static_cast<size_t>(props.max_smem), op, ": shared memory must fit ", props.max_smem,
                  " bytes; got ", smem, ". Fix: the launcher.");
         std::tuple<std::decay_t<P>...> values(static_cast<std::decay_t<P>>(args)...);
-        emu::run_grid(grid, block, smem, [&] { std::apply(kernel, values); });
+        emu::run_grid(grid, block, smem, resident, [&] { std::apply(kernel, values); });
     }
     template <class... P, class... A>
     void run_cluster(void (*kernel)(P...), int cluster, dim3 grid, dim3 block, size_t smem, A... args) const {

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from trace_fixtures import BASE, NCCL, VLLM, kernel, simulate, write
 
 from fastverify.cli.main import main
 from fastverify.trace.events import HOST, KERNELS, STEPS, Span, _kind, merge_spans
+from fastverify.trace.timeline import BAR, COLOURS, WIDTH, _tick
 
 ONE_PERCENT = dict(rel=0.01, abs=1e-3)
 
@@ -285,6 +287,37 @@ def test_spans():
     spans = [Span("execute_model", 0, 5), Span("execute_model", 1, 8), Span("execute_model", 20, 25), Span("step 1", 2, 3)]
     assert merge_spans(spans) == [Span("execute_model", 0, 8), Span("execute_model (2)", 20, 25)]
     assert merge_spans([Span("ProfilerStep#1", 0, 5), Span("execute_model", 0, 9)]) == [Span("ProfilerStep#1", 0, 5)]
+
+
+def test_timeline(trace, tmp_path):
+    """Bars of one step: their lengths are the parts, on one scale."""
+    paths = write(tmp_path, simulate(3, 2, 4, wire=20, late={1: 60}, gaps={None: 10}))
+    picture = tmp_path / "t.svg"
+    code, out, err = trace(*paths, "--timeline", picture, "--timeline-step", 1)
+    assert code == 0 and f"written: {picture}" in err
+    root = ElementTree.parse(picture).getroot()
+    bars: dict = {}
+    for rect in root.iter("{http://www.w3.org/2000/svg}rect"):
+        name = {v: k for k, v in COLOURS.items()}.get(rect.get("fill"))
+        if name and float(rect.get("height")) == BAR:
+            bars.setdefault((name, rect.get("y")), []).append(float(rect.get("width")))
+    lanes = sorted({y for _, y in bars}, key=float)
+    assert len(lanes) == 3 and {len(v) for v in bars.values()} == {4}
+    us = 4 * 130 - 40  # from the first gap of ranks 0 and 2 on
+    for y in lanes:
+        for name, length in (("gap", 10), ("waiting", 60), ("wire", 20)):
+            assert (name, y) not in bars if (name, y) == ("waiting", lanes[1]) else bars[name, y] == pytest.approx(
+                [WIDTH * length / us] * 4, abs=0.02)
+    text = picture.read_text()
+    assert "ProfilerStep#1: 4 collectives; rank 2: 0.08 ms wire + 0.24 waiting + 0.04 gaps; rank 1 arrives last" in text
+    refused(trace(*paths, "--timeline", picture, "--timeline-step", 2), "trace: timeline_step must be in 0..1; got 2.")
+    refused(trace(*paths, "--timeline", tmp_path / "t.png"), "trace: timeline must be an .svg file in a folder that exists; got ")
+
+
+@pytest.mark.parametrize("span", [0.02, 1.0, 7.3, 999.0, 2e6])
+def test_ticks_are_round(span):
+    tick = _tick(span)
+    assert 5 <= span / tick <= 12.5 and f"{tick:e}"[0] in "125" and float(f"{tick:e}".split("e")[0]) in (1, 2, 5)
 
 
 def test_importing_trace_needs_no_torch():

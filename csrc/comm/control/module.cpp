@@ -4,6 +4,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
+#include <stdexcept>
+#include <tuple>
+
+#include "handle.h"
 #include "nccl.h"
 #include "topology.h"
 
@@ -115,6 +120,22 @@ py::dict nccl_library(const std::string& env_path, const std::string& wheel_path
     return d;
 }
 
+std::unique_ptr<Handle> make_handle(int world, int rank, int local_ranks, const std::string& transport, int device, int blocks,
+                                    int64_t max_bytes, int64_t one_shot_bytes, int64_t deadline_ns,
+                                    const std::vector<std::tuple<std::vector<uint64_t>, uint64_t, uint64_t, uint64_t>>& ranks) {
+    HandleConfig c{world, rank, local_ranks, kGathered, device, blocks, max_bytes, one_shot_bytes, deadline_ns};
+    if (transport == "peer") c.transport = kPeerMemory;
+    else if (transport == "host") c.transport = kHostMailbox;
+    else if (transport != "gathered") throw std::invalid_argument("Communicator: transport must be gathered|peer|host; got " + transport + ".");
+    std::vector<RankAddresses> addresses;
+    for (const auto& [slabs, state, status, hooks] : ranks) addresses.push_back(RankAddresses{slabs, state, status, hooks});
+    return std::make_unique<Handle>(c, addresses);
+}
+
+int64_t slab_size(int world, int64_t max_bytes, const std::string& transport) {
+    return slab_bytes(world, max_bytes, transport == "host" ? kHostMailbox : kPeerMemory);
+}
+
 py::dict build_info() {
     py::dict d;
     d["version"] = FV_VERSION;
@@ -129,9 +150,26 @@ py::dict build_info() {
 }  // namespace fv::comm
 
 PYBIND11_MODULE(_comm, m) {
+    using namespace fv;
+    using namespace fv::comm;
     m.doc() = "Control plane of fastverify's communicators; use fastverify.comm.topology.";
     m.def("version", [] { return FV_VERSION; }, "Version of the package this module was built from.");
     m.def("build_info", &fv::comm::build_info, "Compiler, C++ standard, pybind11 and Python of this build.");
+    py::class_<Handle>(m, "Handle", "Owner of the fv_comm that ops take by address.")
+        .def(py::init(&make_handle), py::kw_only(), py::arg("world"), py::arg("rank"), py::arg("local_ranks"),
+             py::arg("transport"), py::arg("device"), py::arg("blocks"), py::arg("max_bytes"), py::arg("one_shot_bytes"),
+             py::arg("deadline_ns"), py::arg("ranks"))
+        .def_property_readonly("address", &Handle::address)
+        .def("set_one_shot_bytes", &Handle::set_one_shot_bytes)
+        .def("set_deadline_ns", &Handle::set_deadline_ns)
+        .def("close", &Handle::close);
+    m.def("slab_bytes", &slab_size, py::arg("world"), py::arg("max_bytes"), py::arg("transport"));
+    m.attr("SLAB_HEADER") = kSlabHeader;
+    m.attr("MAX_RANKS") = kMaxRanks;
+    m.attr("GATHER_BYTES") = kGatherBytes;
+    m.def("gather_offset", [](int world, int64_t max_bytes, const std::string& transport) {
+        return gather_offset(world, slot_stride(max_bytes, transport == "host" ? kHostMailbox : kPeerMemory));
+    });
     m.def("topology", &fv::comm::topology, py::arg("sysfs_root"), py::arg("driver"));
     m.def("nccl_library", &fv::comm::nccl_library, py::arg("env_path"), py::arg("wheel_path"));
 }

@@ -1,0 +1,84 @@
+"""tree_attention on random trees beside its peers: microseconds per layer, floor by bytes, correctness of the timed outputs.
+
+    python benchmarks/attention/bench_tree_attention.py --out benchmarks/results
+    python benchmarks/attention/bench_tree_attention.py --shapes 1,16,8192 --only cuda,triton,xqa
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[n]) for n in (0, 1, 2)]
+
+import attention_inputs as inputs  # noqa: E402
+import attention_peers as peers  # noqa: E402
+from harness import Bench, options  # noqa: E402
+
+from fastverify import _ops  # noqa: E402
+from fastverify.attention import tree_attention as wrapper  # noqa: E402
+
+SHAPES = ["1,16,1024", "1,16,8192", "1,64,8192", "1,16,65536", "8,16,8192", "32,8,2048"]  # B, N, prefix
+
+
+def ours(sets: list, page_size: int, backend: str) -> tuple:
+    """The schema's positional call, with the plan's schedule and workspace where the kernel wants them."""
+    if backend == "triton":
+        from fastverify.attention.tree_attention_triton import tree_attention as op
+    else:
+        op = _ops.get("tree_attention")
+    calls = []
+    extra = functools.partial(getattr(wrapper, "scratch", lambda *_: (None, None)))
+    for x in sets:
+        k, v, table = x.paged(page_size)
+        schedule, workspace = extra(x.q, k, x.cu_nodes, x.prefix_len, table)
+        calls.append(functools.partial(op, x.q, k, v, x.mask, x.cu_nodes, x.prefix_len, table, schedule, None, None, None, x.out, None,
+                                       workspace, 0, x.q.shape[2] ** -0.5, 0, 0.0))
+    return calls, [x.out for x in sets]
+
+
+def main() -> int:
+    parser = options("tree_attention against its peers")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="B,N,KV")
+    parser.add_argument("--heads", default="32,8,128", metavar="Q,KV,DIM")
+    parser.add_argument("--page-size", type=int, default=16, help="of ours and of fa2; a divisor of 64 (xqa: always 64)")
+    args = parser.parse_args()
+    bench = Bench("tree_attention", args)
+    dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
+    heads = tuple(map(int, args.heads.split(",")))
+    on_gpu = bench.device.type == "cuda"
+    providers = {"cuda" if on_gpu else "cpu": lambda s: ours(s, args.page_size, "native"), "sdpa": peers.sdpa}
+    if on_gpu:
+        providers |= {"triton": lambda s: ours(s, args.page_size, "triton"), "xqa": peers.xqa,
+                      "fa2": lambda s: peers.fa2(s, args.page_size), "flex": peers.flex}
+    for text in args.shapes:
+        batch, nodes, prefix = map(int, text.split(","))
+        shape = dict(B=batch, N=nodes, KV=prefix, Hq=heads[0], Hkv=heads[1], D=heads[2])
+        nbytes = inputs.bytes_of(batch, nodes, prefix, *heads, dtype.itemsize)
+        torch.manual_seed(0)
+        sets = [inputs.make(batch, nodes, prefix, *heads, dtype, bench.device) for _ in range(bench.sets(nbytes))]
+        wants = [inputs.oracle(x) for x in sets[:2]]
+        for name, prepare in providers.items():
+            if not bench.wanted(name):
+                continue
+            if name == "cuda" and not _ops.has_native_kernel("tree_attention", "cuda"):
+                bench.absent(name, shape, dtype, "no CUDA kernel in this build")
+                continue
+            for x in sets:
+                x.out.fill_(float("nan"))
+            try:
+                calls, outs = prepare(sets if name != "flex" else sets[:2])
+            except ImportError as error:
+                bench.absent(name, shape, dtype, f"not installed: {error}")
+                continue
+            except Exception as error:  # a peer that cannot take this shape is a row, not the end of the run
+                bench.absent(name, shape, dtype, f"failed: {str(error).strip().splitlines()[0][:160]}")
+                continue
+            bench.measure(name, shape, dtype, calls, nbytes,
+                          check=lambda: all(inputs.right(x, o, w) for x, o, w in zip(sets, outs, wants)))  # noqa: B023
+    return bench.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""How every benchmark here measures: graph replay over rotating buffers, beside the floor, the peers and a correctness check.
+
+    bench = Bench("verify_tree", options("verify_tree against its peers").parse_args())
+    for shape in shapes:                                                  # e.g. dict(B=8, N=32, V=128256)
+        sets = [make_inputs(shape, i) for i in range(bench.sets(nbytes))]  # as many as a cold L2 needs
+        bench.measure("cuda", shape, "bfloat16", [partial(op, s) for s in sets], nbytes, check=lambda: all(map(right, sets)))
+        bench.absent("flashinfer", shape, "bfloat16", "not installed")
+    bench.finish()                                                        # table to stdout, rows to --out DIR
+
+One GPU measurement is one CUDA graph with at least 50 calls, each on the next buffer set; a sample is one replay divided by its
+calls, so the gap between two graph nodes is in it. `empty_us` is the same for kernels that do nothing: what is left above
+max(floor_us, empty_us) belongs to the op. floor_us = bytes / copy bandwidth of this device, measured in this run.
+On a CPU the calls are timed one by one with the host's clock: look at ratios there, not at times.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, NamedTuple, Optional, Sequence
+
+import torch
+
+from fastverify.cli.environment import command, environment
+from fastverify.cli.output import Output
+
+MIN_CALLS = 50         # calls of one replay: the graph's own launch is then under 0.2 us a call
+MAX_SETS = 256         # buffer sets of a cold run; very small ops stay partly warm, and their rows say so
+COLD_L2S = 3           # bytes that pass between two uses of a buffer, in sizes of the L2
+COLUMNS = ("op", "provider", "shape", "dtype", "median_us", "p20_us", "p80_us", "floor_us", "empty_us", "bytes", "copy_gb_s",
+           "cold", "graph", "correct", "note", "command", "device", "date", "versions")
+PEERS = ("triton", "sglang-kernel", "flashinfer-python", "vllm")
+
+
+class Timing(NamedTuple):
+    """Microseconds per call, and whether the calls ran as one CUDA graph."""
+
+    median_us: float
+    p20_us: float
+    p80_us: float
+    graph: bool
+
+
+def quantile(sorted_values: list, q: float) -> float:
+    """Linear between neighbours, of a list that is sorted already."""
+    at = q * (len(sorted_values) - 1)
+    low = int(at)
+    high = min(low + 1, len(sorted_values) - 1)
+    return sorted_values[low] + (at - low) * (sorted_values[high] - sorted_values[low])
+
+
+def summary(samples: list, graph: bool) -> Timing:
+    s = sorted(samples)
+    return Timing(quantile(s, 0.5), quantile(s, 0.2), quantile(s, 0.8), graph)
+
+
+def buffer_sets(nbytes: int, l2_bytes: int) -> int:
+    """Sets of `nbytes` so that COLD_L2S times the L2 is touched before a set comes round again; 2..MAX_SETS."""
+    return max(2, min(MAX_SETS, -(-COLD_L2S * l2_bytes // max(nbytes, 1)) + 1))
+
+
+def is_cold(count: int, nbytes: int, l2_bytes: int) -> bool:
+    """Whether `count` sets of `nbytes` reach what buffer_sets asks for."""
+    return count > 1 and (count - 1) * nbytes >= COLD_L2S * l2_bytes
+
+
+def l2_bytes(device: torch.device) -> int:
+    """L2 of the GPU; on a CPU 32 MiB stand for the last-level cache."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 32 << 20
+
+
+# ---- timing ----------------------------------------------------------------------------------------------------------------
+
+def time_host(calls: Sequence[Callable], repeats: int, before: Optional[Callable] = None) -> Timing:
+    samples = []
+    for call in calls:
+        call()
+    for i in range(max(repeats, len(calls))):
+        if before:
+            before()
+        start = time.perf_counter()
+        calls[i % len(calls)]()
+        samples.append((time.perf_counter() - start) * 1e6)
+    return summary(samples, False)
+
+
+def _samples(run: Callable, calls: int, repeats: int, before: Optional[Callable]) -> list:
+    """Device microseconds per call of `repeats` runs, one synchronisation at the end."""
+    marks = []
+    for i in range(repeats + 3):  # the first three warm up
+        if before:
+            before()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        marks.append((start, end))
+    torch.cuda.synchronize()
+    return [s.elapsed_time(e) * 1e3 / calls for s, e in marks[3:]]
+
+
+def time_cuda(calls: Sequence[Callable], repeats: int, before: Optional[Callable] = None, graph: bool = True) -> Timing:
+    """`calls` in turn, at least MIN_CALLS of them, as one CUDA graph (or plain launches where graph=False)."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    sequence = [calls[i % len(calls)] for i in range(max(MIN_CALLS, len(calls)))]
+    if not graph:
+        return summary(_samples(lambda: [call() for call in sequence], len(sequence), repeats, before), False)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for call in sequence:
+            call()
+    return summary(_samples(captured.replay, len(sequence), repeats, before), True)
+
+
+def copy_bandwidth(device: torch.device, repeats: int) -> float:
+    """Bytes per second, read plus written, of a copy far larger than the L2."""
+    n = max(64 << 20, 8 * l2_bytes(device))
+    source, target = torch.zeros(n, dtype=torch.uint8, device=device), torch.empty(n, dtype=torch.uint8, device=device)
+    timed = time_cuda if device.type == "cuda" else time_host
+    return 2 * n / (timed([lambda: target.copy_(source)], max(3, repeats // 4)).median_us * 1e-6)
+
+
+def empty_node(device: torch.device, repeats: int) -> float:
+    """Microseconds of a graph node (on a CPU: of a Python call) that does nothing."""
+    if device.type == "cuda":
+        return time_cuda([lambda: torch.cuda._sleep(0)], repeats).median_us
+    return time_host([lambda: None], repeats).median_us
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------------
+
+def installed(distribution: str) -> Optional[str]:
+    """Version of an installed package, None where it is absent."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def slug(device_name: str, device_type: str) -> str:
+    """File name of a device: NVIDIA H200 -> nvidia-h200; every CPU -> cpu."""
+    return "cpu" if device_type == "cpu" else re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+
+
+def without_paths(text: str) -> str:
+    """The command without --out and with file names instead of paths: results are read on other machines."""
+    words = re.sub(r"\s--out(=|\s+)\S+", "", text).split(" ")
+    return " ".join(w if w.startswith("--") and "=" not in w else w.rsplit("/", 1)[-1] if w.startswith(("/", "~", ".")) else w
+                    for w in words)
+
+
+def key(row: dict) -> tuple:
+    """What one row is about: a later run replaces the row with the same key."""
+    return row["op"], row["provider"], json.dumps(row["shape"], sort_keys=True), row["dtype"], row["cold"]
+
+
+def merge_rows(old: list, new: list) -> list:
+    taken = {key(r) for r in new}
+    return [r for r in old if key(r) not in taken] + new
+
+
+def write_rows(folder: Path, rows: list) -> Path:
+    """Adds the rows to <device>-<date>.json in `folder`; returns the file."""
+    path = folder / f"{slug(rows[0]['device'], rows[0]['device_type'])}-{rows[0]['date'][:10]}.json"
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(r, allow_nan=False) for r in merge_rows(old, rows))
+    path.write_text('{"rows": [\n' + lines + "\n]}\n")
+    return path
+
+
+def figure(us: Optional[float]) -> str:
+    return "" if us is None else f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
+
+
+def table_rows(rows: list) -> tuple:
+    """(header, cells) of the shown table. `against` is this row's median over that of the shape's first measured provider."""
+    axes = list(dict.fromkeys(a for r in rows for a in r["shape"]))
+    header = ["provider", *axes, "dtype", "median us", "p20", "p80", "floor", "against", "correct", "note"]
+    first, cells = {}, []
+    for r in rows:
+        group = (json.dumps(r["shape"], sort_keys=True), r["dtype"], r["cold"])
+        if r["median_us"] is not None:
+            first.setdefault(group, r["median_us"])
+        ratio = f"{r['median_us'] / first[group]:.2f}x" if r["median_us"] is not None and first[group] > 0 else ""
+        right = {True: "yes", False: "NO", None: ""}.get(r["correct"], str(r["correct"]))
+        note = "; ".join(x for x in (r["note"], "" if r["cold"] else "warm") if x)
+        cells.append([r["provider"], *(str(r["shape"].get(a, "")) for a in axes), r["dtype"], figure(r["median_us"]),
+                      figure(r["p20_us"]), figure(r["p80_us"]), figure(r["floor_us"]), ratio, right, note])
+    return header, cells
+
+
+def show(title: str, rows: list) -> None:
+    """A rich table on a terminal that has rich, else plain columns."""
+    out = Output()
+    out.out_terminal = out.out_terminal and importlib.util.find_spec("rich") is not None
+    header, cells = table_rows(rows)
+    out.table(header, cells, title=title)
+
+
+# ---- one benchmark ---------------------------------------------------------------------------------------------------------
+
+def options(description: str) -> argparse.ArgumentParser:
+    """The options every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", default="auto", help="cuda, cuda:1, cpu; auto (default): cuda where there is one")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="add the rows to DIR/<device>-<date>.json")
+    parser.add_argument("--repeats", type=int, default=30, help="replays per measurement (default 30)")
+    parser.add_argument("--warm", action="store_true", help="one buffer set only: inputs stay in the L2")
+    parser.add_argument("--only", metavar="PROVIDER,...", help="measure these providers only")
+    return parser
+
+
+class Bench:
+    """Collects the rows of one op. `args` as from `options`."""
+
+    def __init__(self, op: str, args: argparse.Namespace) -> None:
+        kind = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        self.op, self.args, self.device, self.rows = op, args, torch.device(kind), []
+        self.l2 = l2_bytes(self.device)
+        self.bandwidth = copy_bandwidth(self.device, args.repeats)
+        self.empty_us = empty_node(self.device, args.repeats)
+        env = environment(self.device, torch.float32)
+        versions = {k: env[k] for k in ("fastverify", "torch", "python")} | {p: v for p in PEERS if (v := installed(p))}
+        if torch.version.cuda and self.device.type == "cuda":
+            versions["cuda"] = torch.version.cuda
+        self.about = dict(command=without_paths(command()), device=env["device"], device_type=env["device_type"],
+                          date=env["date"], versions=versions)
+
+    def sets(self, nbytes: int) -> int:
+        """How many buffer sets of `nbytes` (what one call reads and writes) to make: 1 under --warm."""
+        return 1 if self.args.warm else buffer_sets(nbytes, self.l2)
+
+    def wanted(self, provider: str) -> bool:
+        return not self.args.only or provider in self.args.only.split(",")
+
+    def measure(self, provider: str, shape: dict, dtype: str, calls: Sequence[Callable], nbytes: int,
+                check: Optional[Callable[[], Any]] = None, before: Optional[Callable] = None, graph: bool = True,
+                note: str = "") -> Optional[dict]:
+        """Times one provider on one shape and adds its row.
+
+        calls   one callable per buffer set; in a graph each of them runs more than once
+        nbytes  what one call must read and write at least (the floor)
+        check   looks at what the timed calls left behind: True, False, or a text such as "1 tie in 300"
+        before  untimed work before every sample (e.g. restoring what an in-place op has changed)
+        graph   False for calls that cannot be captured: they are launched one by one, and the row says so
+        """
+        if not self.wanted(provider):
+            return None
+        try:
+            t = (time_cuda(calls, self.args.repeats, before, graph) if self.device.type == "cuda"
+                 else time_host(calls, self.args.repeats, before))
+        except (RuntimeError, ImportError) as error:  # a peer that cannot run this shape is a row, not the end of the run
+            return self.absent(provider, shape, dtype, f"failed: {str(error).strip().splitlines()[0][:160]}")
+        correct = check() if check else None
+        if self.device.type == "cuda" and not t.graph:
+            note = "; ".join(x for x in (note, "no graph") if x)
+        return self._add(provider, shape, dtype, t, nbytes, correct, note, is_cold(len(calls), nbytes, self.l2))
+
+    def absent(self, provider: str, shape: dict, dtype: str, why: str) -> Optional[dict]:
+        """A row without times: the provider is not installed, or does not support this."""
+        if not self.wanted(provider):
+            return None
+        return self._add(provider, shape, dtype, Timing(None, None, None, False), 0, None, why, not self.args.warm)
+
+    def _add(self, provider, shape, dtype, t: Timing, nbytes, correct, note, cold) -> dict:
+        row = dict(op=self.op, provider=provider, shape=dict(shape), dtype=str(dtype).removeprefix("torch."), **t._asdict(),
+                   floor_us=nbytes / self.bandwidth * 1e6 if nbytes else None, empty_us=self.empty_us, bytes=nbytes,
+                   copy_gb_s=self.bandwidth / 1e9, cold=cold, correct=correct, note=note, **self.about)
+        for name in ("median_us", "p20_us", "p80_us", "floor_us", "empty_us", "copy_gb_s"):
+            row[name] = None if row[name] is None else round(row[name], 3)
+        self.rows.append(row)
+        return row
+
+    def title(self) -> str:
+        a = self.about
+        return (f"{self.op} on {a['device']}, {a['date'][:10]}, torch {a['versions']['torch']}; copy {self.bandwidth / 1e9:.0f} GB/s, "
+                f"empty node {self.empty_us:.2f} us; {a['command']}")
+
+    def finish(self) -> int:
+        """Shows the table, stores the rows under --out; the exit status: 1 if a result was wrong."""
+        if not self.rows:
+            print("nothing measured: no provider of --only is among this benchmark's", file=sys.stderr)
+            return 2
+        show(self.title(), self.rows)
+        if self.args.out:
+            path = write_rows(self.args.out, self.rows)
+            print(f"{len(self.rows)} rows in {path}")
+        return int(any(r["correct"] is False for r in self.rows))

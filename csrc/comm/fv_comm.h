@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the control plane (_comm) hands to the ops: one plain, versioned struct; ops take its address as an int64.
+// Filled once, before the first call; the ops only read it. No torch, no CUDA headers, no pointers to C++ objects.
+#pragma once
+#include <cstdint>
+
+#include "common/types.h"
+
+namespace fv {
+
+constexpr int kMaxRanks = 8;
+constexpr uint32_t kCommMagic = 0x4656434du;  // "FVCM"
+constexpr uint32_t kCommVersion = 1;
+
+enum CommTransport : int32_t {
+    kGathered = 0,     // CPU: the caller has gathered the inputs of all ranks, the op folds them
+    kPeerMemory = 1,   // slabs in GPU memory that peers write (NVLink, PCIe, or the same GPU): 16-byte words, sentinel
+    kHostMailbox = 2,  // slabs in pinned host memory, one per reader: 8-byte words of data and tag
+};
+
+// What a rank sees. Device pointers, valid in the process that launches for this rank.
+struct CommRank {
+    uint8_t* slabs[kMaxRanks];  // [r]: the slab rank r reads from; [own rank]: what this rank polls
+    uint32_t* state;            // device memory of this rank: kStateWords words
+    uint32_t* status;           // host memory the device can write (or device memory): kStatusWords words
+    uint32_t* hooks;            // test hooks (comm_hooks.cuh) or nullptr
+};
+
+struct fv_comm {
+    uint32_t magic, version, bytes;  // bytes = sizeof(fv_comm) of the writer
+    int32_t world;                   // ranks of the group, 1..kMaxRanks
+    int32_t rank;                    // of this process; 0 for virtual ranks
+    int32_t local_ranks;             // ranks this process launches for: 1, or `world` virtual ranks on one GPU
+    int32_t transport;
+    int32_t device;                  // CUDA device of the slabs, -1 for CPU
+    int64_t max_bytes;               // largest input of one rank; slots have this size (twice it in a mailbox)
+    int64_t one_shot_bytes;          // inputs up to here go one-shot, larger ones two-shot
+    uint64_t deadline_ns;            // how long a rank waits for its peers
+    int32_t blocks;                  // per rank
+    int32_t reserved;
+    CommRank ranks[kMaxRanks];       // [0, local_ranks)
+};
+
+// state words
+enum CommState : int {
+    kEpoch = 0,     // of the next call; never 0
+    kArrived = 1,   // blocks of the running call that have read the epoch
+    kPoison = 2,    // != 0: this rank has given up
+    kCommStateWords = 8,
+};
+
+// status words, written once by the first thread that gives up
+enum CommStatus : int {
+    kFailure = 0,   // kNoFailure, kTimeout, kPoisonedByPeer
+    kFailedRank = 1,
+    kMissingRank = 2,
+    kFailedEpoch = 3,
+    kFailedStage = 4,
+    kMissingMask = 5,  // bit r: some thread of this rank waited in vain for rank r
+    kCommStatusWords = 8,
+};
+constexpr uint32_t kNoFailure = 0, kTimeout = 1, kPoisonedByPeer = 2;
+
+// Layout of a slab: a header (word 0: poison), then kCommBuffers x 2 regions x world slots (region 0: one-shot inputs,
+// or two-shot slices for their owner; region 1: the owners' results), then kCommBuffers x world slots of small gathers.
+constexpr int kCommBuffers = 3;
+constexpr int64_t kSlabHeader = 4096;
+constexpr int64_t kGatherBytes = 65536;           // largest input of all_gather_small
+constexpr int64_t kGatherStride = 2 * kGatherBytes;  // words of data and tag
+FV_HD constexpr int64_t slot_stride(int64_t max_bytes, int32_t transport) {
+    return ((max_bytes + 4095) / 4096 * 4096) * (transport == kHostMailbox ? 2 : 1);
+}
+FV_HD constexpr int64_t gather_offset(int32_t world, int64_t stride) { return kSlabHeader + kCommBuffers * 2 * world * stride; }
+FV_HD constexpr int64_t slab_bytes(int32_t world, int64_t max_bytes, int32_t transport) {
+    return gather_offset(world, slot_stride(max_bytes, transport)) + kCommBuffers * world * kGatherStride;
+}
+
+}  // namespace fv

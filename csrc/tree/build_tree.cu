@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+// build_tree on CUDA: one block per request, one launch. Bit-equal to build_tree.cpp.
+// A: the first row of a request follows from how many live entries the requests before it have, at most N - 1 each: one
+//    warp per earlier request reads the head of its pool. B: effective scores, 1024 entries at a time, by pointer jumping
+//    towards the root. C: radix selection of the N - 1 best. D: their indices, ascending. E: rows; each thread walks up.
+// Scores stay in shared memory (4 bytes an entry); a pool too large for it walks its parent chains in every pass instead.
+// Cost: about B * (M + N * words) elements. Graph-safe.
+#include <torch/csrc/stable/library.h>
+
+#include "common/launch.h"
+#include "tree/select.cuh"
+#include "tree/tree_args.h"
+
+namespace fv {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
+constexpr int64_t kStaticShared = 16 * 1024;      // an upper bound of the arrays below
+constexpr int64_t kMaxPool = int64_t{1} << 19;
+
+struct BuildTree {
+    const float* pool_scores;         // [B, pool]
+    const void* pool_tokens;          // [B, pool] int32 or int64
+    const int32_t* pool_parents;      // [B, pool]
+    const void* root_tokens;          // [B] int32 or int64
+    const int32_t *prefix_len, *active;   // [B]
+    void* tokens;                     // [rows] int32 or int64
+    int32_t* parents;                 // [rows]
+    uint64_t* mask;                   // [rows, words]
+    int32_t *depth, *positions;       // [rows]
+    int32_t *cu_nodes, *flags;        // [B+1], [B]
+    int64_t batch, pool, rows, num_nodes, vocab_size;
+    int words, count_warps;           // warps that count earlier requests
+    bool wide_pool, wide_root, wide_out, stored;
+};
+
+__device__ __forceinline__ int64_t load_id(const void* ids, bool wide, int64_t i) {
+    return wide ? static_cast<const int64_t*>(ids)[i] : static_cast<const int32_t*>(ids)[i];
+}
+__device__ __forceinline__ void store_id(void* ids, bool wide, int64_t i, int64_t id) {
+    if (wide) static_cast<int64_t*>(ids)[i] = id;
+    else static_cast<int32_t*>(ids)[i] = static_cast<int32_t>(id);
+}
+
+// One warp: live entries of a pool, counted from its start until there are `want`. bits: one bit per entry, of this warp.
+__device__ __forceinline__ int64_t count_alive(
+    const float* __restrict__ scores, const int32_t* __restrict__ parents, int64_t size, int64_t want, uint32_t* bits) {
+    constexpr int kBatch = 4;
+    const int lane = threadIdx.x & 31;
+    int64_t alive = 0;
+    for (int64_t first = 0; first < size && alive < want; first += 32 * kBatch) {
+        float score[kBatch];
+        int32_t parent[kBatch];
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+            const int64_t i = first + 32 * u + lane;
+            score[u] = i < size ? scores[i] : minus_infinity();
+            parent[u] = i < size ? parents[i] : -1;
+        }
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+            const int64_t start = first + 32 * u, i = start + lane;
+            const int64_t p = parent[u];
+            bool ok = not_nan(score[u]) > minus_infinity() && valid_parent(parent[u], i);
+            if (ok && p >= 0 && p < start) ok = bits[p >> 5] >> (p & 31) & 1;
+            int up = ok && p >= start ? static_cast<int>(p - start) : -1;  // within these 32
+            while (__any_sync(kFullWarp, up >= 0)) {
+                const int at = up < 0 ? lane : up;
+                const bool parent_ok = __shfl_sync(kFullWarp, static_cast<int>(ok), at) != 0;
+                const int next = __shfl_sync(kFullWarp, up, at);
+                if (up >= 0) {
+                    ok = ok && parent_ok;
+                    up = next;
+                }
+            }
+            const uint32_t word = __ballot_sync(kFullWarp, ok);
+            if (lane == 0 && start < size) bits[start >> 5] = word;
+            __syncwarp();
+            alive += __popc(word);
+        }
+    }
+    return alive < want ? alive : want;
+}
+
+// ordered_bits of an entry's own score, held down to 0.
+__device__ __forceinline__ uint32_t own_order(float score) {
+    const float s = not_nan(score);
+    return ordered_bits(s < 0.0f ? s : 0.0f);
+}
+
+// Effective order of entry i by its parent chain.
+__device__ __forceinline__ uint32_t walk_order(const float* scores, const int32_t* parents, int64_t i) {
+    uint32_t order = own_order(scores[i]);
+    for (int64_t p = parents[i]; p != -1; p = parents[i]) {
+        if (!valid_parent(static_cast<int32_t>(p), i)) return kOrderedMinusInf;
+        const uint32_t up = own_order(scores[p]);
+        order = up < order ? up : order;
+        i = p;
+    }
+    return order;
+}
+
+__global__ void __launch_bounds__(kThreads, 1) build_tree_kernel(const BuildTree a) {
+    __shared__ int32_t chosen[kMaxNodes], up[kMaxNodes], jump[kThreads];
+    __shared__ int64_t sums[33];
+    __shared__ int32_t warp_counts[kWarps], flags;
+    __shared__ SelectShared select;
+    uint32_t* const orders = reinterpret_cast<uint32_t*>(dynamic_shared());  // [pool], or bits of phase A
+    const int64_t b = blockIdx.x, M = a.pool;
+    const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
+    const float* const scores = a.pool_scores + b * M;
+    const int32_t* const parents = a.pool_parents + b * M;
+    const int64_t want = a.num_nodes - 1;
+
+    // A: the first row
+    int64_t base = 0;
+    if (warp < a.count_warps) {
+        uint32_t* const bits = orders + warp * ((M + 31) / 32);
+        for (int64_t e = warp; e < b && e < a.batch; e += a.count_warps) {
+            if (a.active[e] != 0) base += 1 + count_alive(a.pool_scores + e * M, a.pool_parents + e * M, M, want, bits);
+        }
+    }
+    if (t == 0) flags = 0;
+    base = block_reduce(lane == 0 ? base : 0, [](int64_t x, int64_t y) { return x + y; }, sums);
+
+    const bool live = b < a.batch && a.active[b] != 0;
+    int64_t nodes = 0;
+    if (live) {
+        // B: effective scores
+        int64_t alive = 0;
+        bool bad = false;
+        for (int64_t start = 0; start < M; start += kThreads) {
+            const int64_t i = start + t;
+            uint32_t order = kOrderedMinusInf;
+            if (!a.stored) {
+                if (i < M) {
+                    order = walk_order(scores, parents, i);
+                    bad = bad || !valid_parent(parents[i], i);
+                }
+                alive += __syncthreads_count(order > kOrderedMinusInf);
+                continue;
+            }
+            int next = -1;  // an ancestor among these entries that is not taken in yet
+            if (i < M) {
+                const int64_t p = parents[i];
+                if (valid_parent(static_cast<int32_t>(p), i)) {
+                    order = own_order(scores[i]);
+                    if (p >= start) {
+                        next = static_cast<int>(p - start);
+                    } else if (p >= 0 && orders[p] < order) {
+                        order = orders[p];
+                    }
+                } else {
+                    bad = true;
+                }
+                orders[i] = order;
+            }
+            jump[t] = next;
+            while (__syncthreads_or(next >= 0)) {
+                uint32_t above = order;
+                int further = -1;
+                if (next >= 0) {
+                    above = orders[start + next];
+                    further = jump[next];
+                }
+                __syncthreads();
+                if (next >= 0) {
+                    order = above < order ? above : order;
+                    next = further;
+                    orders[i] = order;
+                    jump[t] = next;
+                }
+            }
+            alive += __syncthreads_count(order > kOrderedMinusInf);
+        }
+        if (bad) atomicOr(&flags, kFlagBadTree);
+
+        // C: a bound that exactly n entries reach
+        const auto order_of = [&](int64_t i) {
+            return a.stored ? orders[i] : walk_order(scores, parents, i);
+        };
+        const int64_t n = alive < want ? alive : want;
+        uint64_t cut = static_cast<uint64_t>(kOrderedMinusInf + 1) << kIdBits;  // what lives
+        if (n > 0 && n < alive) {
+            const auto each = [&](const auto& f) {
+                for (int64_t i = t; i < M; i += kThreads) f(short_key(order_of(i), static_cast<uint32_t>(i)));
+            };
+            cut = block_select(each, cut, short_key(ordered_bits(0.0f), 0), static_cast<uint32_t>(n), select);
+        }
+
+        // D: the chosen entries, ascending
+        int64_t have = 0;
+        for (int64_t start = 0; start < M && have < n; start += kThreads) {
+            const int64_t i = start + t;
+            const bool take = i < M && short_key(order_of(i), static_cast<uint32_t>(i)) >= cut;
+            const uint32_t word = __ballot_sync(kFullWarp, take);
+            if (lane == 0) warp_counts[warp] = __popc(word);
+            __syncthreads();
+            int before = 0, all = 0;
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w) {
+                before += w < warp ? warp_counts[w] : 0;
+                all += warp_counts[w];
+            }
+            const int64_t at = have + before + __popc(word & ((1u << lane) - 1));
+            if (take && at < n) chosen[at] = static_cast<int32_t>(i);
+            have += all;
+            __syncthreads();
+        }
+        nodes = 1 + n;
+
+        // E: rows
+        if (t < nodes) {
+            int32_t parent = -1;
+            if (t > 0) {
+                const int32_t p = parents[chosen[t - 1]];
+                int low = 0, high = t - 1;  // the place of p among the chosen before; it is there: they are closed
+                while (low < high) {
+                    const int mid = (low + high) / 2;
+                    if (chosen[mid] < p) low = mid + 1; else high = mid;
+                }
+                parent = p < 0 ? 0 : low + 1;
+            }
+            up[t] = parent;
+        }
+        __syncthreads();
+        if (t < nodes) {
+            const int64_t row = base + t;
+            const int64_t token = t > 0 ? load_id(a.pool_tokens, a.wide_pool, b * M + chosen[t - 1])
+                                        : load_id(a.root_tokens, a.wide_root, b);
+            int32_t flag = 0, depth = 0;
+            store_id(a.tokens, a.wide_out, row, clamp_token(token, a.vocab_size, &flag));
+            if (flag) atomicOr(&flags, flag);
+            uint64_t* const words = a.mask + row * a.words;
+            uint64_t bits = 0;
+            int w = a.words - 1;  // ancestors descend, so the words fill from the last to the first
+            for (int node = t;; node = up[node], ++depth) {
+                for (; w > node >> 6; --w) {
+                    words[w] = bits;
+                    bits = 0;
+                }
+                bits |= 1ull << (node & 63);
+                if (up[node] < 0) break;
+            }
+            for (; w >= 0; --w) {
+                words[w] = bits;
+                bits = 0;
+            }
+            a.parents[row] = up[t];
+            a.depth[row] = depth;
+            a.positions[row] = static_cast<int32_t>(static_cast<int64_t>(a.prefix_len[b]) + depth);
+        }
+        __syncthreads();
+    }
+
+    const int64_t end = base + nodes;
+    if (t == 0) {
+        if (b == 0) a.cu_nodes[0] = 0;
+        if (b < a.batch) {
+            a.cu_nodes[b + 1] = static_cast<int32_t>(end);
+            a.flags[b] = flags;
+        }
+    }
+    if (b + 1 < a.batch) return;
+    for (int64_t row = end + t; row < a.rows; row += kThreads) {  // the last block: padding
+        store_id(a.tokens, a.wide_out, row, 0);
+        a.parents[row] = -1;
+        a.depth[row] = a.positions[row] = 0;
+        for (int w = 0; w < a.words; ++w) a.mask[row * a.words + w] = 0;
+    }
+}
+
+void build_tree_cuda(
+    const Tensor pool_scores, const Tensor pool_tokens, const Tensor pool_parents, const Tensor root_tokens,
+    const Tensor prefix_len, const Tensor active, Tensor tokens, Tensor parents, Tensor mask, Tensor depth,
+    Tensor positions, Tensor cu_nodes, Tensor flags, int64_t num_nodes, int64_t vocab_size) {
+    const BuildTreeSizes s = check_build_tree(
+        pool_scores, pool_tokens, pool_parents, root_tokens, prefix_len, active, tokens, parents, mask, depth,
+        positions, cu_nodes, flags, num_nodes, vocab_size);
+    FV_CHECK(s.pool <= kMaxPool, "build_tree: pool_scores must be at most ", kMaxPool, " entries wide on CUDA; got ",
+             describe(pool_scores), ". Fix: draft fewer levels or a narrower beam.");
+    const auto wide = [](const Tensor& t) { return t.scalar_type() == ScalarType::Long; };
+    const Launch launch("build_tree", pool_scores);
+    const int64_t bitset = 4 * ((s.pool + 31) / 32), room = launch.props.max_smem - kStaticShared;
+    const bool stored = kWarps * bitset <= room;  // 32 bitsets are exactly the bytes of the scores
+    const int64_t warps = stored || bitset == 0 ? kWarps : room / bitset;
+    const BuildTree a{cptr<float>(pool_scores), pool_tokens.const_data_ptr(), cptr<int32_t>(pool_parents),
+                      root_tokens.const_data_ptr(), cptr<int32_t>(prefix_len), cptr<int32_t>(active),
+                      tokens.mutable_data_ptr(), mptr<int32_t>(parents), mptr<uint64_t>(mask), mptr<int32_t>(depth),
+                      mptr<int32_t>(positions), mptr<int32_t>(cu_nodes), mptr<int32_t>(flags), s.batch, s.pool, s.rows,
+                      num_nodes, vocab_size, static_cast<int>(s.words), static_cast<int>(warps), wide(pool_tokens),
+                      wide(root_tokens), wide(tokens), stored};
+    launch.run(build_tree_kernel, dim3(static_cast<unsigned>(s.batch > 0 ? s.batch : 1)), dim3(kThreads),
+               static_cast<size_t>(warps * bitset), a);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastverify, CUDA, m) { m.impl("build_tree", TORCH_BOX(&build_tree_cuda)); }
+
+}  // namespace fv

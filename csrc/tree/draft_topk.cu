@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+// draft_topk on CUDA: one block per row, one launch. Bit-equal to draft_topk.cpp.
+// Pass 1 takes the maximum of every group of 8 threads; the k-th largest of these 128 maxima bounds the k-th value from
+// below. Pass 2 (the row is in L1 or L2 by now) sums the fixed-point masses and collects the entries that reach the bound,
+// about 1.3 k of them; ranking these gives the result. More than kCandidates of them (ties): an exact radix selection.
+// Cost: reads R * Vd logits from memory once. Graph-safe. Instantiations: float, half, bfloat16.
+#include <torch/csrc/stable/library.h>
+
+#include "algo/convert.h"
+#include "algo/numeric.h"
+#include "common/launch.h"
+#include "tree/select.cuh"
+#include "tree/tree_args.h"
+
+namespace fv {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kGroups = kThreads / 8;
+constexpr int kCandidates = 256;
+static_assert(kGroups >= kMaxBeam, "the bound needs k group maxima");
+
+struct Float {
+    using Storage = float;
+    static __device__ __forceinline__ float decode(const uint4& v, int j) {
+        return bits_to_float(j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w);
+    }
+    static __device__ __forceinline__ float decode(float x) { return x; }
+};
+__device__ __forceinline__ uint16_t half_of(const uint4& v, int j) {
+    const uint32_t w = j < 2 ? v.x : j < 4 ? v.y : j < 6 ? v.z : v.w;
+    return static_cast<uint16_t>(j & 1 ? w >> 16 : w);
+}
+struct Half {
+    using Storage = uint16_t;
+    static __device__ __forceinline__ float decode(const uint4& v, int j) { return half_to_float(half_of(v, j)); }
+    static __device__ __forceinline__ float decode(uint16_t x) { return half_to_float(x); }
+};
+struct BFloat16 {
+    using Storage = uint16_t;
+    static __device__ __forceinline__ float decode(const uint4& v, int j) { return bf16_to_float(half_of(v, j)); }
+    static __device__ __forceinline__ float decode(uint16_t x) { return bf16_to_float(x); }
+};
+
+// f(value, id) for every entry of the row that this thread owns: 16-byte loads, four in flight; the ends one by one.
+template <class Type, class F>
+__device__ __forceinline__ void each_entry(const typename Type::Storage* __restrict__ row, int n, const F& f) {
+    constexpr int kPer = 16 / sizeof(typename Type::Storage), kBatch = 4;
+    const int unaligned = static_cast<int>((16 - (reinterpret_cast<uintptr_t>(row) & 15)) & 15) /
+                          static_cast<int>(sizeof(typename Type::Storage));
+    const int head = unaligned < n ? unaligned : n, vectors = (n - head) / kPer, tail = head + vectors * kPer;
+    const uint4* __restrict__ body = reinterpret_cast<const uint4*>(row + head);
+    for (int first = threadIdx.x; first < vectors; first += kBatch * kThreads) {
+        uint4 raw[kBatch];
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+            const int v = first + u * kThreads;
+            if (v < vectors) raw[u] = body[v];
+        }
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+            const int v = first + u * kThreads;
+            if (v >= vectors) break;
+#pragma unroll
+            for (int j = 0; j < kPer; ++j) f(Type::decode(raw[u], j), head + v * kPer + j);
+        }
+    }
+    const int end = threadIdx.x;  // the fewer than kPer entries before and after
+    if (end < head) f(Type::decode(row[end]), end);
+    if (end < n - tail) f(Type::decode(row[tail + end]), tail + end);
+}
+
+__device__ __forceinline__ float finite_or_lowest(float x) { return x <= 3.402823466e+38f ? x : minus_infinity(); }
+
+template <class Type>
+__global__ void __launch_bounds__(kThreads) draft_topk_kernel(
+    const typename Type::Storage* __restrict__ logits,  // [R, n], rows `stride` entries apart
+    int64_t stride,
+    const int64_t* __restrict__ d2t,       // [n] or null
+    const int32_t* __restrict__ cu_nodes,  // [last + 1] or null
+    int64_t last,
+    float* __restrict__ values,            // [R, k]
+    int32_t* __restrict__ tokens,          // [R, k]
+    int n, int k) {
+    __shared__ float group_max[kGroups];
+    __shared__ float bound_shared, top_shared;
+    __shared__ uint64_t keys[kCandidates], sums[33];
+    __shared__ uint32_t found;
+    __shared__ SelectShared select;
+
+    const int64_t r = blockIdx.x;
+    const int t = threadIdx.x;
+    values += r * k;
+    tokens += r * k;
+    if (cu_nodes && r >= cu_nodes[last]) {
+        if (t < k) values[t] = 0.0f, tokens[t] = 0;
+        return;
+    }
+    const typename Type::Storage* const row = logits + r * stride;
+
+    float best = minus_infinity();
+    each_entry<Type>(row, n, [&](float x, int) { best = fmaxf(best, x); });  // fmaxf drops NaN
+    if (best > 3.402823466e+38f) {                                           // +inf is left out too
+        best = minus_infinity();
+        each_entry<Type>(row, n, [&](float x, int) { best = fmaxf(best, finite_or_lowest(x)); });
+    }
+    best += 0.0f;
+#pragma unroll
+    for (int d = 4; d > 0; d >>= 1) best = fmaxf(best, __shfl_xor_sync(kFullWarp, best, d));
+    if (t % 8 == 0) group_max[t / 8] = best;
+    if (t == 0) found = 0;
+    __syncthreads();
+    if (t < kGroups) {
+        const float own = group_max[t];
+        int rank = 0;
+#pragma unroll 8
+        for (int g = 0; g < kGroups; ++g) rank += group_max[g] > own || (group_max[g] == own && g < t);
+        if (rank == 0) top_shared = own;
+        if (rank == k - 1) bound_shared = own;
+    }
+    __syncthreads();
+
+    const float top = top_shared, bound = bound_shared;
+    const bool empty = top == minus_infinity();
+    uint64_t mass = 0;
+    each_entry<Type>(row, n, [&](float raw, int id) {
+        const float x = finite_or_lowest(raw) + 0.0f;
+        if (!empty) mass += mass_of(x, top);
+        if (x >= bound) {
+            const uint32_t at = atomicAdd(&found, 1u);
+            if (at < kCandidates) keys[at] = short_key(ordered_bits(x), static_cast<uint32_t>(id));
+        }
+    });
+    mass = block_reduce(mass, [](uint64_t a, uint64_t b) { return a + b; }, sums);
+    uint32_t count = found;
+    if (count > kCandidates) {
+        const auto each_key = [&](const auto& f) {
+            each_entry<Type>(row, n, [&](float raw, int id) {
+                f(short_key(ordered_bits(finite_or_lowest(raw) + 0.0f), static_cast<uint32_t>(id)));
+            });
+        };
+        const uint64_t cut = block_select(each_key, static_cast<uint64_t>(ordered_bits(bound)) << kIdBits,
+                                          short_key(ordered_bits(top), 0), static_cast<uint32_t>(k), select);
+        if (t == 0) found = 0;
+        __syncthreads();
+        each_key([&](uint64_t key) {
+            if (key >= cut) keys[atomicAdd(&found, 1u)] = key;
+        });
+        __syncthreads();
+        count = static_cast<uint32_t>(k);
+    }
+    if (t >= count) return;
+    const uint64_t key = keys[t];
+    int rank = 0;
+    for (uint32_t i = 0; i < count; ++i) rank += keys[i] > key;
+    if (rank >= k) return;
+    const uint32_t id = short_key_index(key);
+    const float log_sum = empty ? 0.0f : log_mass(mass);
+    values[rank] = empty ? minus_infinity() : (from_ordered_bits(short_key_order(key)) - top) - log_sum;
+    tokens[rank] = static_cast<int32_t>(id + (d2t ? static_cast<uint64_t>(d2t[id]) : 0));
+}
+
+template <class Type>
+void launch_draft_topk(const Tensor& logits, const OptTensor& d2t, const OptTensor& cu_nodes, const Tensor& values,
+                       const Tensor& tokens, const DraftTopkSizes& s) {
+    const Launch launch("draft_topk", logits);
+    launch.run(draft_topk_kernel<Type>, dim3(static_cast<unsigned>(s.rows)), dim3(kThreads), 0,
+               cptr<typename Type::Storage>(logits), logits.stride(0), cptr<int64_t>(d2t), cptr<int32_t>(cu_nodes),
+               cu_nodes ? cu_nodes->size(0) - 1 : 0, mptr<float>(values), mptr<int32_t>(tokens), static_cast<int>(s.n),
+               static_cast<int>(s.k));
+}
+
+void draft_topk_cuda(
+    const Tensor logits, const OptTensor d2t, const OptTensor cu_nodes, Tensor values, Tensor tokens) {
+    const DraftTopkSizes s = check_draft_topk(logits, d2t, cu_nodes, values, tokens);
+    if (s.rows == 0) return;
+    if (logits.scalar_type() == ScalarType::Float) {
+        launch_draft_topk<Float>(logits, d2t, cu_nodes, values, tokens, s);
+    } else if (logits.scalar_type() == ScalarType::Half) {
+        launch_draft_topk<Half>(logits, d2t, cu_nodes, values, tokens, s);
+    } else {
+        launch_draft_topk<BFloat16>(logits, d2t, cu_nodes, values, tokens, s);
+    }
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastverify, CUDA, m) { m.impl("draft_topk", TORCH_BOX(&draft_topk_cuda)); }
+
+}  // namespace fv

@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+// grow_tree on CUDA: one block per request, one launch. Bit-equal to grow_tree.cpp.
+// The block orders the k*k candidates (up to 256 by counting the better ones, more by radix selection first), replaces the
+// beam in place (old masks are kept in shared memory) and copies the parents' hidden rows with the widest loads that all
+// addresses allow. The block of an inactive request zeroes k of the padding rows.
+// Cost: k*k + 2*k*H elements per request. Graph-safe.
+#include <torch/csrc/stable/library.h>
+
+#include "common/launch.h"
+#include "tree/select.cuh"
+#include "tree/tree_args.h"
+
+namespace fv {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kByCounting = 256;  // candidates
+
+struct GrowTree {
+    const float* values;      // [rows, k]
+    const int32_t* tokens;    // [rows, k]
+    const char* hidden;       // rows hidden_stride bytes apart
+    int64_t hidden_stride, row_bytes;
+    const int32_t *prefix_len, *active;     // [B]
+    int32_t* cu_nodes;        // [B+1]
+    float* scores;            // [B*k]
+    int32_t* pool_index;      // [B*k]
+    uint64_t* mask;           // [B*k, words]
+    float* pool_scores;       // [B, pool]
+    int32_t *pool_tokens, *pool_parents;    // [B, pool]
+    int32_t *next_tokens, *next_positions;  // [B*k]
+    char* next_hidden;        // [B*k, row_bytes]
+    int64_t batch, pool, level;
+    int k, words, unit;       // unit: bytes per load of a hidden row
+};
+
+// k rows of `bytes` bytes to dst: row i from src + source[i] * stride, or zeros where src is null.
+template <class Unit>
+__device__ __forceinline__ void copy_rows(char* dst, const char* src, int64_t stride, int64_t bytes, int k, const int* source) {
+    const int per_row = static_cast<int>(bytes / static_cast<int64_t>(sizeof(Unit)));
+    constexpr int kBatch = 4;
+    const int total = k * per_row;
+    for (int first = threadIdx.x; first < total; first += kBatch * kThreads) {
+        Unit data[kBatch];
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+            const int at = first + u * kThreads;
+            if (at >= total) break;
+            const int row = at / per_row, column = at - row * per_row;
+            data[u] = src ? reinterpret_cast<const Unit*>(src + source[row] * stride)[column] : Unit{};
+        }
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+            const int at = first + u * kThreads;
+            if (at < total) reinterpret_cast<Unit*>(dst)[at] = data[u];
+        }
+    }
+}
+
+__device__ __forceinline__ void copy_hidden(const GrowTree& g, int64_t row, const char* src, const int* source) {
+    char* const dst = g.next_hidden + row * g.row_bytes;
+    if (g.unit == 16) {
+        copy_rows<uint4>(dst, src, g.hidden_stride, g.row_bytes, g.k, source);
+    } else if (g.unit == 4) {
+        copy_rows<uint32_t>(dst, src, g.hidden_stride, g.row_bytes, g.k, source);
+    } else {
+        copy_rows<uint16_t>(dst, src, g.hidden_stride, g.row_bytes, g.k, source);
+    }
+}
+
+__global__ void __launch_bounds__(kThreads) grow_tree_kernel(const GrowTree g) {
+    __shared__ uint64_t best[kMaxBeam];
+    __shared__ int source[kMaxBeam];
+    __shared__ uint32_t have;
+    __shared__ uint64_t limits[33];
+    __shared__ SelectShared select;
+    const int64_t b = blockIdx.x;
+    const int t = threadIdx.x, k = g.k, words = g.words;
+    const int64_t level = g.level;
+
+    // the place of this request among the active ones
+    int64_t before = 0, total = 0;
+    for (int64_t first = 0; first < g.batch; first += kThreads) {
+        const int64_t i = first + t;
+        const bool live = i < g.batch && g.active[i] != 0;
+        before += __syncthreads_count(live && i < b);
+        total += __syncthreads_count(live);
+    }
+    if (b >= g.batch) {  // an empty batch
+        if (level == 0 && t == 0) g.cu_nodes[0] = 0;
+        return;
+    }
+    const bool live = g.active[b] != 0;
+    if (level == 0 && t == 0) {
+        if (b == 0) g.cu_nodes[0] = 0;
+        g.cu_nodes[b + 1] = static_cast<int32_t>(k * (before + live));
+    }
+    if (!live) {  // the (b - before)-th inactive request
+        const int64_t row = k * (total + b - before);
+        if (t < k) {
+            g.scores[row + t] = 0.0f;
+            g.pool_index[row + t] = g.next_tokens[row + t] = g.next_positions[row + t] = 0;
+        }
+        for (int i = t; i < k * words; i += kThreads) g.mask[row * words + i] = 0;
+        copy_hidden(g, row, nullptr, nullptr);
+        return;
+    }
+
+    const int64_t row = k * before, from = level == 0 ? before : row;  // of the beam; of the inputs
+    const float* const values = g.values + from * k;
+    const int32_t* const tokens = g.tokens + from * k;
+    const char* const hidden = g.hidden + from * g.hidden_stride;
+    float* const pool_scores = g.pool_scores + b * g.pool;
+    int32_t* const pool_tokens = g.pool_tokens + b * g.pool;
+    int32_t* const pool_parents = g.pool_parents + b * g.pool;
+    const int32_t position = static_cast<int32_t>(g.prefix_len[b] + level);
+
+    if (level == 0) {  // the candidates are the beam, in the order given
+        for (int64_t i = t; i < g.pool; i += kThreads) {
+            pool_scores[i] = i < k ? not_nan(values[i]) : minus_infinity();
+            pool_tokens[i] = i < k ? tokens[i] : 0;
+            pool_parents[i] = -1;
+        }
+        if (t < k) {
+            g.scores[row + t] = not_nan(values[t]);
+            g.next_tokens[row + t] = tokens[t];
+            g.pool_index[row + t] = t;
+            g.next_positions[row + t] = position;
+            write_mask_row(g.mask + (row + t) * words, nullptr, words, t);
+            source[t] = 0;
+        }
+        __syncthreads();
+        copy_hidden(g, row, hidden, source);
+        return;
+    }
+
+    // the parents' rows will be read: fetch them while the candidates are ordered
+    const int lines = static_cast<int>((g.row_bytes + 127) / 128);
+    for (int i = t; i < k * lines; i += kThreads) prefetch_l2(hidden + (i / lines) * g.hidden_stride + (i % lines) * 128ll);
+
+    uint64_t* const keys = reinterpret_cast<uint64_t*>(dynamic_shared());  // [k*k]
+    uint64_t* const old_mask = keys + k * k;                               // [k*words]
+    const int count = k * k;
+    const int64_t offset = pool_offset(level, k);
+    uint64_t low = ~0ull, high = 0;
+    for (int c = t; c < count; c += kThreads) {
+        const float score = not_nan(g.scores[row + c / k] + values[c]);
+        pool_scores[offset + c] = score;
+        pool_tokens[offset + c] = tokens[c];
+        pool_parents[offset + c] = g.pool_index[row + c / k];
+        const uint64_t key = short_key(ordered_bits(score + 0.0f), static_cast<uint32_t>(c));
+        keys[c] = key;
+        low = key < low ? key : low;
+        high = key > high ? key : high;
+    }
+    for (int i = t; i < k * words; i += kThreads) old_mask[i] = g.mask[row * words + i];
+    __syncthreads();
+    if (count <= kByCounting) {
+        if (t < count) {
+            const uint64_t own = keys[t];
+            int rank = 0;
+            for (int i = 0; i < count; ++i) rank += keys[i] > own;
+            if (rank < k) best[rank] = own;
+        }
+    } else {
+        low = block_reduce(low, [](uint64_t a, uint64_t b) { return a < b ? a : b; }, limits);
+        __syncthreads();
+        high = block_reduce(high, [](uint64_t a, uint64_t b) { return a > b ? a : b; }, limits);
+        const auto each = [&](const auto& f) {
+            for (int c = t; c < count; c += kThreads) f(keys[c]);
+        };
+        const uint64_t cut = block_select(each, low, high, static_cast<uint32_t>(k), select);
+        if (t == 0) have = 0;
+        __syncthreads();
+        each([&](uint64_t key) {
+            if (key >= cut) best[atomicAdd(&have, 1u)] = key;
+        });
+        __syncthreads();
+        uint64_t own = 0;
+        int rank = 0;
+        if (t < k) {
+            own = best[t];
+            for (int i = 0; i < k; ++i) rank += best[i] > own;
+        }
+        __syncthreads();
+        if (t < k) best[rank] = own;
+    }
+    __syncthreads();
+    if (t < k) {
+        const int c = static_cast<int>(short_key_index(best[t])), parent = c / k;
+        g.scores[row + t] = pool_scores[offset + c];
+        g.next_tokens[row + t] = tokens[c];
+        g.pool_index[row + t] = static_cast<int32_t>(offset + c);
+        g.next_positions[row + t] = position;
+        write_mask_row(g.mask + (row + t) * words, old_mask + parent * words, words, level * k + t);
+        source[t] = parent;
+    }
+    __syncthreads();
+    copy_hidden(g, row, hidden, source);
+}
+
+// The widest of 16, 4 and 2 bytes that divides all of them.
+int copy_unit(int64_t a, int64_t b, int64_t c, int64_t d) {
+    const int64_t all = a | b | c | d;
+    return all % 16 == 0 ? 16 : all % 4 == 0 ? 4 : 2;
+}
+
+void grow_tree_cuda(
+    const Tensor values, const Tensor tokens, const Tensor hidden, const Tensor prefix_len, const Tensor active,
+    Tensor cu_nodes, Tensor scores, Tensor pool_index, Tensor mask, Tensor pool_scores, Tensor pool_tokens,
+    Tensor pool_parents, Tensor next_tokens, Tensor next_positions, Tensor next_hidden, int64_t level) {
+    const GrowTreeSizes s = check_grow_tree(
+        values, tokens, hidden, prefix_len, active, cu_nodes, scores, pool_index, mask, pool_scores, pool_tokens,
+        pool_parents, next_tokens, next_positions, next_hidden, level);
+    const int64_t item = static_cast<int64_t>(hidden.element_size());
+    GrowTree g{cptr<float>(values), cptr<int32_t>(tokens), cptr<char>(hidden), hidden.stride(0) * item,
+               hidden.size(1) * item, cptr<int32_t>(prefix_len), cptr<int32_t>(active), mptr<int32_t>(cu_nodes),
+               mptr<float>(scores), mptr<int32_t>(pool_index), mptr<uint64_t>(mask), mptr<float>(pool_scores),
+               mptr<int32_t>(pool_tokens), mptr<int32_t>(pool_parents), mptr<int32_t>(next_tokens),
+               mptr<int32_t>(next_positions), mptr<char>(next_hidden), s.batch, s.pool, level,
+               static_cast<int>(s.k), static_cast<int>(s.words), 0};
+    g.unit = copy_unit(reinterpret_cast<int64_t>(g.hidden), g.hidden_stride, g.row_bytes,
+                       reinterpret_cast<int64_t>(g.next_hidden));
+    FV_CHECK(s.k * g.row_bytes <= INT32_MAX, "grow_tree: hidden must be at most 2 GiB per beam on CUDA; got ",
+             describe(hidden), ". Fix: pass the hidden states of one layer.");
+    const Launch launch("grow_tree", values);
+    const size_t smem = level == 0 ? 0 : sizeof(uint64_t) * static_cast<size_t>(s.k * s.k + s.k * s.words);
+    launch.run(grow_tree_kernel, dim3(static_cast<unsigned>(s.batch > 0 ? s.batch : 1)), dim3(kThreads), smem, g);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fastverify, CUDA, m) { m.impl("grow_tree", TORCH_BOX(&grow_tree_cuda)); }
+
+}  // namespace fv

@@ -1,0 +1,118 @@
+"""all_reduce_rms_norm: the oracle, equal bits of all ranks and forms, prefetch, bad input."""
+
+import pytest
+import torch
+from comm_cases import DTYPES, KERNELS, fold, gathered, virtual
+from conftest import positional, run_op
+
+EPS = 1e-5
+
+
+def case(rng, world: int, rows: int, hidden: int, dtype):
+    x = torch.randn(world, rows, hidden, generator=rng).to(dtype)
+    residual = (3 * torch.randn(rows, hidden, generator=rng)).to(dtype)
+    weight = (1 + 0.1 * torch.randn(hidden, generator=rng)).to(dtype)
+    return x, residual, weight
+
+
+def expected(x, residual, weight):
+    """The residual bit for bit; the norm of it in float64."""
+    new = (residual.float() + fold(x).float()).to(x.dtype)
+    r = new.double()
+    return new, r * torch.rsqrt(r.square().mean(-1, keepdim=True) + EPS) * weight.double()
+
+
+def tolerance(dtype) -> float:
+    return {torch.float32: 1e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[dtype]
+
+
+def check(got, x, residual, weight):
+    new, norm = expected(x, residual, weight)
+    assert torch.equal(got["residual"], new.expand_as(got["residual"]))
+    error = (got["out"].double() - norm).abs()
+    assert (error <= tolerance(x.dtype) * (norm.abs() + 1e-3)).all(), error.max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_cpu(rng, world, dtype):
+    for rows, hidden in [(1, 7168), (4, 100), (3, 1)]:
+        x, residual, weight = case(rng, world, rows, hidden, dtype)
+        out = torch.full((rows, hidden), float("nan"), dtype=dtype)
+        handle = gathered(world)
+        got = run_op("cpu", "all_reduce_rms_norm", x=x, residual=residual, weight=weight, out=out,
+                     comm=handle.address, eps=EPS)
+        check(got, x, residual, weight)
+        oracle = run_op("reference", "all_reduce_rms_norm", x=x, residual=residual, weight=weight, out=out, comm=0, eps=EPS)
+        near = 2 * tolerance(dtype)  # the oracle rounds a float64 sum
+        assert torch.allclose(got["out"].double(), oracle["out"].double(), rtol=8 * near, atol=8 * near)
+
+
+@pytest.mark.parametrize("transport", ["peer", "host"])
+@pytest.mark.parametrize("world", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_virtual_ranks(rng, backend, world, transport):
+    for dtype in DTYPES:
+        for rows, hidden in [(1, 1000), (5, 264), (3, 8)]:
+            comm = virtual(backend, world, transport=transport)
+            x, residual, weight = case(rng, world, rows, hidden, dtype)
+            stacked = residual.expand(world, -1, -1).contiguous()
+            results = []
+            for limit in (0, comm.max_bytes):
+                comm._handle.set_one_shot_bytes(limit)
+                out = torch.full_like(x, float("nan"))
+                got = run_op(backend, "all_reduce_rms_norm", x=x, residual=stacked, weight=weight, out=out,
+                             comm=comm.handle, eps=EPS)
+                comm.check()
+                check(got, x, residual, weight)
+                results.append(got["out"])
+            assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[0][:1].expand_as(results[0]))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_one_rank_alone(rng, backend):
+    """W = 1: a fused residual add and norm; nothing is stacked."""
+    comm = virtual(backend, 1)
+    x, residual, weight = case(rng, 1, 3, 256, torch.bfloat16)
+    got = run_op(backend, "all_reduce_rms_norm", x=x[0], residual=residual, weight=weight, out=torch.zeros(3, 256).bfloat16(),
+                 comm=comm.handle, eps=EPS)
+    check(got, x, residual, weight)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_prefetch_changes_nothing(rng, backend):
+    comm = virtual(backend, 2)
+    x, residual, weight = case(rng, 2, 2, 128, torch.bfloat16)
+    big = torch.zeros(100_000)
+    device = "cuda" if backend == "cuda" else "cpu"
+    big = big.to(device)
+    table = torch.tensor([[big.data_ptr(), 400_000], [big.data_ptr(), 1]])
+    stacked = residual.expand(2, -1, -1).contiguous()
+    for prefetch in (None, table):
+        got = run_op(backend, "all_reduce_rms_norm", x=x, residual=stacked, weight=weight, out=torch.zeros_like(x),
+                     prefetch=prefetch, comm=comm.handle, eps=EPS)
+        check(got, x, residual, weight)
+
+
+def test_bad_arguments():
+    x, residual, weight = torch.zeros(2, 3, 4), torch.zeros(3, 4), torch.zeros(4)
+    handle = gathered(2)
+    good = dict(x=x, residual=residual, weight=weight, out=residual, comm=handle.address, eps=EPS)
+    for change, text in [
+        (dict(x=torch.zeros(2, 12)), "all_reduce_rms_norm: x must be [world, rows, H]; got float32 [2, 12] on cpu."),
+        (dict(residual=torch.zeros(3, 5)), "all_reduce_rms_norm: residual must be float32 [3, 4] on cpu; got float32 [3, 5]"),
+        (dict(weight=weight.half()), "all_reduce_rms_norm: weight must be float32 [4] on cpu; got float16 [4]"),
+        (dict(out=torch.zeros(4, 3)), "all_reduce_rms_norm: out must be float32 [3, 4] on cpu; got float32 [4, 3]"),
+        (dict(prefetch=torch.zeros(3, 2)), "all_reduce_rms_norm: prefetch must be int64 [any, 2] on cpu; got float32 [3, 2]"),
+        (dict(x=torch.zeros(2, 3, 0)), "all_reduce_rms_norm: x must have rows of at least one element"),
+    ]:
+        with pytest.raises(RuntimeError) as error:
+            run_op("cpu", "all_reduce_rms_norm", **{**good, **change})
+        assert text in str(error.value) and "Fix: " in str(error.value)
+
+
+def test_opcheck(rng):
+    x, residual, weight = case(rng, 2, 3, 8, torch.float32)
+    handle = gathered(2)
+    torch.library.opcheck(torch.ops.fastverify.all_reduce_rms_norm.default, positional(
+        "all_reduce_rms_norm", x=x, residual=residual, weight=weight, out=torch.zeros(3, 8), comm=handle.address, eps=EPS))

@@ -1,0 +1,62 @@
+"""Registers, local memory and architectures of every kernel in the built library, as ptxas left them.
+
+A kernel that is not named here may use 255 registers and no local memory: no spills, no arrays with computed indices.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from test_packaging import INFO, _files, library, output, tool
+
+# pattern of the mangled name -> (most registers, most bytes of stack); the first that matches counts
+BUDGET = {
+    r"head_mma_kernel": (255, 0),  # two blocks of 128 threads per SM
+    r"head_walk_kernel": (64, 0),
+    r"probe_kernel": (32, 0),
+}
+DEFAULT = (255, 0)
+
+
+@pytest.fixture(scope="module")
+def usage() -> dict:
+    """{architecture: {kernel: {"REG": n, "STACK": n, "LOCAL": n, ...}}}."""
+    if INFO["cuda"] is None:
+        pytest.skip("this build has no CUDA kernels (no nvcc, or FASTVERIFY_NO_CUDA)")
+    places = [Path(f.locate()) for p in ("nvidia-cuda-cuobjdump", "triton") for f in _files(p) if f.name == "cuobjdump"]
+    found, arch, kernel = {}, None, None
+    for line in output(tool("cuobjdump", *places), "--dump-resource-usage", str(library("_C"))).splitlines():
+        if re.match(r"\s*arch = sm_", line):
+            arch = line.split("sm_")[1].strip()
+        elif m := re.match(r"\s*Function (\S+):", line):
+            kernel = m.group(1)
+        elif kernel and "REG:" in line:
+            found.setdefault(arch, {})[kernel] = {k: int(v) for k, v in re.findall(r"(\w+):(\d+)", line)}
+            kernel = None
+    return found
+
+
+def budget(kernel: str) -> tuple:
+    return next((limit for pattern, limit in BUDGET.items() if re.search(pattern, kernel)), DEFAULT)
+
+
+def test_every_architecture_has_every_kernel(usage):
+    assert set(usage) == set(INFO["cuda_archs"])
+    kernels = {arch: set(of) for arch, of in usage.items()}
+    everywhere = set.union(*kernels.values())
+    assert everywhere
+    assert {arch: sorted(everywhere - k) for arch, k in kernels.items() if everywhere - k} == {}
+
+
+def test_kernels_stay_within_their_budget(usage):
+    over = [f"sm_{arch} {kernel}: {used['REG']} registers, {used['STACK']} + {used['LOCAL']} bytes of stack and local memory; "
+            f"allowed {budget(kernel)}"
+            for arch, of in usage.items() for kernel, used in of.items()
+            if used["REG"] > budget(kernel)[0] or used["STACK"] + used["LOCAL"] > budget(kernel)[1]]
+    assert over == []
+
+
+def test_every_line_of_the_table_is_about_a_kernel(usage):
+    kernels = set().union(*usage.values())
+    assert [p for p in BUDGET if not any(re.search(p, k) for k in kernels)] == []
