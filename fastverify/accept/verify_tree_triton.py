@@ -2,6 +2,7 @@
 
 Launches: _scan (rows x splits: processors, best key of unfiltered rows, maximum of every 64 entries), _masses (rows x splits,
 works for top-p without top-k only), _filter (row: exact cuts), _walk (request), _logprobs (request x depth, when asked for).
+A row belongs to the first request that claims it: where malformed cu_nodes overlap, the others emit nothing (BAD_TREE).
 Scratch of R * (V / 32 + 8192) bytes or so is taken from torch's allocator; nothing is read on the host.
 """
 
