@@ -113,8 +113,7 @@ def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tenso
     nodes = pow2(min(rows, check.MAX_NODES), 64)
     stops = 0 if stop_ids is None else stop_ids.shape[0]
     _walk[(batch,)](*request, *params, keys, remaining, stop_ids, counts, out_tokens, num_tokens_out, path, next_root, flags,
-                    logprobs, D=depth, DP=pow2(depth, 16), NP=nodes, SPLITS=splits,
-                    SPLITS_PADDED=MAX_SPLITS, STOPS=stops,
+                    logprobs, D=depth, DP=pow2(depth, 16), NP=nodes, SPLITS=splits, STOPS=stops,
                     STOPS_PADDED=pow2(stops, 16), **shape, num_warps=4, **EXACT)
     if logprobs is not None and rows:
         _logprobs[(batch, depth)](logits, logits.stride(0), cu_nodes, out_tokens, num_tokens_out, path, logprobs, V=vocab_size,
