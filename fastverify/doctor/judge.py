@@ -98,13 +98,26 @@ def install(facts: dict) -> list:
         out.append(Finding("fastverify", "wrong", f"the probe op on {device}: {text}", "see the architectures and the driver below"))
     if not broken:
         out.append(Finding("fastverify", "ok", f"the probe op is right on {', '.join(got['probe'])}"))
-    without = [n for n, kinds in got["ops"].items() if "cuda" not in kinds]
     if facts["torch"]["available"]:
-        if not build.get("cuda"):
-            out.append(Finding("fastverify", "wrong", "there is a GPU but this build has no CUDA kernels",
-                               "install the CUDA toolkit (nvcc) and reinstall: pip install --no-build-isolation ."))
-        elif without:
-            out.append(Finding("fastverify", "note", f"ops without a CUDA kernel: {', '.join(without)}"))
+        out += gpu_kernels(bool(build.get("cuda")), got["ops"])
+    return out
+
+
+def gpu_kernels(built: bool, ops: dict) -> list:
+    """Which ops run on a GPU. built: the build has CUDA kernels; ops: {name: ["cpu", "cuda" or "triton"]}."""
+    without = [n for n, kinds in ops.items() if "cuda" not in kinds and "triton" not in kinds]
+    by_triton = [n for n, kinds in ops.items() if "triton" in kinds]
+    reinstall = "install the CUDA toolkit (nvcc) and reinstall: pip install --no-build-isolation ."
+    out = []
+    if not built and without:
+        out.append(Finding("fastverify", "wrong", f"there is a GPU but this build has no CUDA kernels, and no Triton ones of "
+                           f"{', '.join(without)}", reinstall))
+    elif not built:
+        out.append(Finding("fastverify", "slow", "this build has no CUDA kernels: Triton's run", reinstall))
+    elif without:
+        out.append(Finding("fastverify", "note", f"ops without a GPU kernel: {', '.join(without)}"))
+    if by_triton and (built or without):
+        out.append(Finding("fastverify", "note", f"Triton's kernels run for {', '.join(by_triton)}"))
     return out
 
 

@@ -98,9 +98,15 @@ def test_a_cpu_build_of_torch_or_of_ours_beside_a_gpu():
     facts = change("torch", machine(0)["torch"])(machine(1))
     assert any("is a CPU build; this machine has 1 NVIDIA GPUs" in f.text for f in bad(facts))
     facts = change("fastverify/build", machine(0)["fastverify"]["build"])(machine(1))
-    assert any("this build has no CUDA kernels" in f.text for f in bad(facts))
+    facts["install"]["ops"] = {"probe": ["cpu", "triton"], "verify_tree": ["cpu"], "compact_kv": ["cpu", "triton"]}
+    assert [f.text for f in judge(facts) if "kernels" in f.text] == [
+        "there is a GPU but this build has no CUDA kernels, and no Triton ones of verify_tree", "Triton's kernels run for probe, compact_kv"]
+    facts["install"]["ops"].pop("verify_tree")
+    assert [(f.level, f.text) for f in bad(facts)] == [("slow", "this build has no CUDA kernels: Triton's run")]
     facts = change("install/ops/verify_tree", ["cpu"])(machine(1))
-    assert bad(facts) == [] and any(f.text == "ops without a CUDA kernel: verify_tree" for f in judge(facts))
+    assert bad(facts) == [] and any(f.text == "ops without a GPU kernel: verify_tree" for f in judge(facts))
+    facts = change("install/ops/verify_tree", ["cpu", "triton"])(machine(1))
+    assert bad(facts) == [] and any(f.text == "Triton's kernels run for verify_tree" for f in judge(facts))
 
 
 def test_a_gpu_without_a_driver():
