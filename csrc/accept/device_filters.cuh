@@ -62,7 +62,7 @@ __device__ __attribute__((noinline)) void slice_digits(
     for (int i = team.tid(); i < kDigitCopies * kDigits; i += kTeamThreads) (&s->digit_copies[0][0])[i] = 0;
     __syncthreads();
     Word* mine = s->digit_copies[team.lane() % kDigitCopies];
-    visit<kExtras>(row, team, [&](int64_t, const float (&z)[kChunk]) {
+    visit<kExtras>(row, team, [&](int, const float (&z)[kChunk]) {
 #pragma unroll 1
         for (int j = 0; j < kChunk; ++j) {
             const uint32_t o = ordered_bits(z[j]);
@@ -159,12 +159,12 @@ __device__ __attribute__((noinline)) int gather_candidates(const Row<T>& row, Te
         s->kept_count = 0;
     }
     if (mine >= bound && mine > 0) {
-        visit<kExtras>(row, team, [&](int64_t id, const float (&z)[kChunk]) {
+        visit<kExtras>(row, team, [&](int id, const float (&z)[kChunk]) {
 #pragma unroll
             for (int j = 0; j < kChunk; ++j) {
                 if (!(z[j] > -kInf) || ordered_bits(z[j]) < bound) continue;
                 const uint32_t at = atomicAdd(&s->list_count[set], 1u);
-                if (at < kListEntries) s->candidates.slice[at] = Candidate{z[j], static_cast<int32_t>(id) + j};
+                if (at < kListEntries) s->candidates.slice[at] = Candidate{z[j], id + j};
             }
         });
     }
@@ -192,7 +192,7 @@ __device__ __attribute__((noinline)) int gather_candidates(const Row<T>& row, Te
 template <bool kExtras, class T>
 __device__ __forceinline__ uint32_t thread_max(const Row<T>& row, Team team, bool* bad) {
     uint32_t best = 0;
-    *bad = visit<kExtras>(row, team, [&](int64_t, const float (&z)[kChunk]) {
+    *bad = visit<kExtras>(row, team, [&](int, const float (&z)[kChunk]) {
 #pragma unroll
         for (int j = 0; j < kChunk; ++j) {
             const uint32_t o = z[j] > -kInf ? ordered_bits(z[j]) : 0;
@@ -232,7 +232,7 @@ __device__ __attribute__((noinline)) Word filtered_key(const Row<T>& row, Team t
 
 // Log-probability of `token` under the raw logits, the same in every thread of the team.
 template <class T>
-__device__ __attribute__((noinline)) float raw_logprob(const Row<T>& row, Team team, int64_t token) {
+__device__ __attribute__((noinline)) float raw_logprob(const Row<T>& row, Team team, int token) {
     const Team::TopBits block = team.block_top(kSlotRaw, raw_max_of_slice(row, team), 0);
     const uint32_t top = team.team_bounds(row.turn, kTeamRawMax, block.top, 0, 0).top;
     const float max = top ? from_ordered_bits(top) : -kInf;

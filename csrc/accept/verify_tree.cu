@@ -36,7 +36,7 @@ __device__ const Row<T>& open_row(
     Row<T>& r = *reinterpret_cast<Row<T>*>(team.s->rows[turn]);
     if (team.tid() == 0) {
         r.data = static_cast<const T*>(a.logits) + row * a.stride;
-        r.n = a.in.vocab;
+        r.n = static_cast<int>(a.in.vocab);
         r.offset = 0;
         r.bias = kExtras && a.bias ? a.bias + b * a.in.vocab : nullptr;
         r.bitmask = kExtras && a.bitmask ? a.bitmask + row * ((a.in.vocab + 31) / 32) : nullptr;
@@ -82,7 +82,7 @@ __device__ bool take_all_rows(const VerifyTask& a, int64_t b, const WalkTree& tr
         if (whole) {
             key = team_choice<kExtras>(row, team);
             if (a.out.logprobs && key_has_token(key)) {
-                const float logprob = raw_logprob(row, team, key_id(key));
+                const float logprob = raw_logprob(row, team, static_cast<int>(key_id(key)));
                 if (rank == 0 && team.leader()) a.row_logprobs[at] = logprob;
             }
             if (rank > 0) key = 0;
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) verify_tree_kernel
         if constexpr (kExtras) __syncthreads();  // the leader has written the token above
         const Row<T>& row = open_row<kExtras, T>(a, b, at, depth, depth & 1, team.rank(), team.size, team);
         Chosen c = chosen_of(team_choice<kExtras>(row, team));
-        if (c.has_token && a.out.logprobs) c.logprob = raw_logprob(row, team, c.token);
+        if (c.has_token && a.out.logprobs) c.logprob = raw_logprob(row, team, static_cast<int>(c.token));
         return c;
     });
     team.barrier();  // no block leaves while another may read its shared memory

@@ -63,7 +63,7 @@ __device__ void write_words(const PartialsTask& a, const Row<T>& row, Team team,
             mass = team.team_sum(0, kTeamRawMass, team.block_sum(kSlotSum, mass));
             if (writer) {
                 out[1] = static_cast<int64_t>(mass);
-                out[2] = key ? float_to_bits(row.raw_one(key_id(key))) : 0;
+                out[2] = key ? float_to_bits(row.raw_one(static_cast<int>(key_id(key)))) : 0;
             }
         }
     } else {
@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) partials_kernel(co
     Row<T>& row = *reinterpret_cast<Row<T>*>(team.s->rows[0]);
     if (team.leader()) {
         row.data = static_cast<const T*>(a.logits) + at * a.stride;
-        row.n = a.shard;
-        row.offset = a.offset;
+        row.n = static_cast<int>(a.shard);
+        row.offset = static_cast<int>(a.offset);
         row.bias = kExtras && a.bias ? a.bias + b * a.shard : nullptr;
         row.bitmask = kExtras && a.bitmask ? a.bitmask + at * ((a.in.vocab + 31) / 32) : nullptr;
         row.counts = kExtras && a.counts ? a.counts + b * a.shard : nullptr;
