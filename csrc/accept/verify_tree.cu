@@ -28,26 +28,37 @@ struct VerifyTask {
     VerifyShape shape;
 };
 
-// The row in shared memory, its slice `lane` of `lanes` chosen; every thread of the block calls it, with turns alternating.
+// Asks for a block's slice of a row, so that it is on its way from memory while something else is done.
+template <class T>
+__device__ __forceinline__ void prefetch_slice(const VerifyTask& a, int64_t row, int lane, int lanes) {
+    const int vocab = static_cast<int>(a.in.vocab), per = ((vocab + kChunk - 1) / kChunk + lanes - 1) / lanes * kChunk;
+    const T* data = static_cast<const T*>(a.logits) + row * a.stride;
+    constexpr int kLine = 128 / sizeof(T);
+    const int end = per * (lane + 1) < vocab ? per * (lane + 1) : vocab;
+    for (int i = per * lane + static_cast<int>(threadIdx.x) * kLine; i < end; i += kTeamThreads * kLine) prefetch_l2(data + i);
+}
+
+// What all rows of a request have in common, into both turns; one thread.
 template <bool kExtras, class T>
-__device__ const Row<T>& open_row(
-    const VerifyTask& a, int64_t b, int64_t row, int depth, int turn, int lane, int lanes, Team team) {
+__device__ void init_rows(const VerifyTask& a, int64_t b, Team team) {
     static_assert(sizeof(Row<T>) <= sizeof(team.s->rows[0]));
+    Row<T>& r = *reinterpret_cast<Row<T>*>(team.s->rows[0]);
+    const int vocab = static_cast<int>(a.in.vocab);
+    r.init(a.in.params(b), 0, vocab, kExtras && a.bias ? a.bias + b * vocab : nullptr,
+           kExtras && a.out.counts ? a.out.counts + b * vocab : nullptr, kExtras && a.in.penalties, team.s->emitted, kExtras);
+    r.set_slice(team.rank(), team.size);
+    *reinterpret_cast<Row<T>*>(team.s->rows[1]) = r;
+    team.s->params = r.p;
+    team.s->position = static_cast<uint32_t>(a.in.prefix_len[b]) + 1;
+}
+
+// The next row; every thread of the block calls it, with turns alternating.
+template <bool kExtras, class T>
+__device__ __forceinline__ const Row<T>& open_row(const VerifyTask& a, int64_t row, int depth, int turn, Team team) {
     Row<T>& r = *reinterpret_cast<Row<T>*>(team.s->rows[turn]);
-    if (team.tid() == 0) {
-        r.data = static_cast<const T*>(a.logits) + row * a.stride;
-        r.n = static_cast<int>(a.in.vocab);
-        r.offset = 0;
-        r.bias = kExtras && a.bias ? a.bias + b * a.in.vocab : nullptr;
-        r.bitmask = kExtras && a.bitmask ? a.bitmask + row * ((a.in.vocab + 31) / 32) : nullptr;
-        r.counts = kExtras && a.out.counts ? a.out.counts + b * a.in.vocab : nullptr;
-        r.ancestors = team.s->emitted;
-        r.num_ancestors = depth;
-        r.penalties = kExtras && a.in.penalties != nullptr;
-        r.p = team.s->params;
-        r.t = static_cast<uint32_t>(a.in.prefix_len[b]) + depth + 1;
-        r.turn = turn;
-        r.set_slice(lane, lanes);
+    if (team.leader()) {
+        r.open(static_cast<const T*>(a.logits) + row * a.stride,
+               kExtras && a.bitmask ? a.bitmask + row * ((a.in.vocab + 31) / 32) : nullptr, team.s->position + depth, depth, turn);
     }
     __syncthreads();
     if constexpr (kExtras) mark_ancestors(r, team);
@@ -72,12 +83,19 @@ __device__ bool take_all_rows(const VerifyTask& a, int64_t b, const WalkTree& tr
     const int lanes = a.shape.lanes(), rank = team.rank();
     int turn = 0;
     for (int item = index; item < tree.n * a.shape.slices; item += a.shape.teams, turn ^= 1) {
-        const int node = item / a.shape.slices, slice = item % a.shape.slices;
+        int node = item, lane = rank;
+        if (a.shape.slices > 1) {  // single blocks share a row
+            node = item / a.shape.slices;
+            lane = item % a.shape.slices;
+            if (team.leader()) reinterpret_cast<Row<T>*>(team.s->rows[turn])->set_slice(lane, lanes);
+        }
+        if (a.shape.slices == 1 && item + a.shape.teams < tree.n) {
+            prefetch_slice<T>(a, tree.begin + item + a.shape.teams, rank, lanes);
+        }
         if constexpr (kExtras) __syncthreads();  // the row before has read the ancestors
         const int depth = node_depth<kExtras>(team, node);
         const int64_t at = tree.begin + node;
-        // of rank and slice one is 0
-        const Row<T>& row = open_row<kExtras, T>(a, b, at, depth, turn, rank + slice, lanes, team);
+        const Row<T>& row = open_row<kExtras, T>(a, at, depth, turn, team);
         Word key;
         if (whole) {
             key = team_choice<kExtras>(row, team);
@@ -89,7 +107,7 @@ __device__ bool take_all_rows(const VerifyTask& a, int64_t b, const WalkTree& tr
         } else {
             key = best_of_slice<kExtras>(row, team, -kInf, 0.0f);
         }
-        if (team.leader()) a.row_keys[at * lanes + rank + slice] = key;
+        if (team.leader()) a.row_keys[at * lanes + lane] = key;
     }
     if (team.leader()) __threadfence();
     team.barrier();
@@ -105,17 +123,17 @@ __device__ bool take_all_rows(const VerifyTask& a, int64_t b, const WalkTree& tr
         return false;
     }
     // one key per node: the best of its lanes, status bits of all
-    const int half = team.tid() / kMaxLanes, lane = team.tid() % kMaxLanes;
+    const int half = team.tid() / kMaxLanes, k = team.tid() % kMaxLanes;
     for (int node0 = 0; node0 < tree.n; node0 += kTeamThreads / kMaxLanes) {
         const int node = node0 + half;
-        Word key = node < tree.n && lane < lanes ? __ldcg(a.row_keys + (tree.begin + node) * lanes + lane) : 0;
+        Word key = node < tree.n && k < lanes ? __ldcg(a.row_keys + (tree.begin + node) * lanes + k) : 0;
 #pragma unroll
         for (int d = kMaxLanes / 2; d > 0; d >>= 1) {
             const Word other = __shfl_xor_sync(kFullWarp, key, d);
-            const Word status = (key | other) & kKeyStatus, k = key & ~kKeyStatus, o = other & ~kKeyStatus;
-            key = (k > o ? k : o) | status;
+            const Word status = (key | other) & kKeyStatus, mine = key & ~kKeyStatus, theirs = other & ~kKeyStatus;
+            key = (mine > theirs ? mine : theirs) | status;
         }
-        if (lane == 0 && node < tree.n) team.s->node_keys[node] = key;
+        if (k == 0 && node < tree.n) team.s->node_keys[node] = key;
     }
     __syncthreads();
     return true;
@@ -127,12 +145,15 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) verify_tree_kernel
     Team team{reinterpret_cast<TeamScratch*>(dynamic_shared()), a.shape.cluster};
     const int64_t b = blockIdx.x / (a.shape.cluster * a.shape.teams);
     const int index = static_cast<int>(blockIdx.x) / a.shape.cluster % a.shape.teams;
+    const bool active = a.in.active[b] != 0;
+    const NodeRange range = node_range(a.in.cu_nodes, b, a.in.rows);
     if (team.tid() == 0) team.s->list_count[0] = team.s->list_count[1] = 0;
-    if (!a.in.active[b]) {
+    if (!active) {
         if (index == 0 && team.rank() == 0) write_inactive(team, a.out, b);
         return;
     }
-    if (team.tid() == 0) team.s->params = a.in.params(b);
+    if (a.shape.slices == 1 && index < range.n) prefetch_slice<T>(a, range.begin + index, team.rank(), team.size);
+    if (team.tid() == kTeamThreads - 1) init_rows<kExtras, T>(a, b, team);
     const WalkTree tree = open_tree(team, a.in, a.tokens, b);  // has a barrier
     bool known = false;
     if (a.shape.teams > 1) {
@@ -155,8 +176,10 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) verify_tree_kernel
             if (c.has_token && a.out.logprobs) c.logprob = __ldcg(a.row_logprobs + at);
             return c;
         }
+        const int32_t child = team.first(node + 1, tree.n, [&](int32_t j) { return team.parent(j) == node; });
+        if (child >= 0) prefetch_slice<T>(a, tree.begin + child, team.rank(), team.size);  // the likeliest comes first
         if constexpr (kExtras) __syncthreads();  // the leader has written the token above
-        const Row<T>& row = open_row<kExtras, T>(a, b, at, depth, depth & 1, team.rank(), team.size, team);
+        const Row<T>& row = open_row<kExtras, T>(a, at, depth, depth & 1, team);
         Chosen c = chosen_of(team_choice<kExtras>(row, team));
         if (c.has_token && a.out.logprobs) c.logprob = raw_logprob(row, team, static_cast<int>(c.token));
         return c;
