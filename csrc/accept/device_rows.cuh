@@ -199,6 +199,31 @@ __device__ __forceinline__ bool visit(const Row<T>& row, Team team, const F& f) 
     return bad;
 }
 
+// f(id, z) for every entry of this thread with z >= low, low a finite z. Plain rows divide only what comes near.
+template <bool kExtras, class T, class F>
+__device__ __forceinline__ void visit_from(const Row<T>& row, Team team, float low, const F& f) {
+    if (!kExtras && row.plain) {
+        const float near = below(low), inverse = row.inverse;
+        for (int c = row.first + team.tid(), last = row.last; c < last; c += kTeamThreads) {
+            const RawChunk<T> raw = load_chunk(row, c);
+#pragma unroll
+            for (int j = 0; j < kChunk; ++j) {
+                const float x = raw.get(j);
+                if (!(x * inverse >= near)) continue;
+                const float z = row.scaled(x);
+                if (z >= low) f(c * kChunk + j, z);
+            }
+        }
+        return;
+    }
+    visit<kExtras>(row, team, [&](int id, const float (&z)[kChunk]) {
+#pragma unroll
+        for (int j = 0; j < kChunk; ++j) {
+            if (z[j] >= low) f(id + j, z[j]);
+        }
+    });
+}
+
 // Marks the chunks of the row's ancestors. Every thread of the block calls it before the row is visited.
 template <class T>
 __device__ __forceinline__ void mark_ancestors(const Row<T>& row, Team team) {

@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) head_walk_kernel(c
         }
     }
     const WalkTree tree = open_tree(team, task.in, task.tokens, b);  // has a barrier
+    copy_row(team);
     walk_tree(team, tree, team.s->params.flags, task.out, task.stops, b, [&](int32_t node, int32_t depth, const int64_t*) {
         if (!from_logits) return chosen_of(team.s->node_keys[node]);
         if constexpr (kExtras) __syncthreads();  // the leader has written the token above

@@ -32,18 +32,23 @@ __device__ __forceinline__ void prefetch_slice(const VerifyTask& a, int64_t row,
     for (int i = per * lane + static_cast<int>(threadIdx.x) * kLine; i < end; i += kTeamThreads * kLine) prefetch_l2(data + i);
 }
 
-// What all rows of a request have in common, into both turns; one thread.
+// What all rows of a request have in common; one thread. After a barrier, copy_row() by all.
 template <bool kExtras, class T>
-__device__ void init_rows(const VerifyTask& a, int64_t b, Team team) {
+__device__ __forceinline__ void init_rows(const VerifyTask& a, int64_t b, Team team) {
     static_assert(sizeof(Row<T>) <= sizeof(team.s->rows[0]));
     Row<T>& r = *reinterpret_cast<Row<T>*>(team.s->rows[0]);
     const int vocab = static_cast<int>(a.in.vocab);
     r.init(a.in.params(b), 0, vocab, kExtras && a.bias ? a.bias + b * vocab : nullptr,
            kExtras && a.out.counts ? a.out.counts + b * vocab : nullptr, kExtras && a.in.penalties, team.s->emitted, kExtras);
     r.set_slice(team.rank(), team.size);
-    *reinterpret_cast<Row<T>*>(team.s->rows[1]) = r;
     team.s->params = r.p;
     team.s->position = static_cast<uint32_t>(a.in.prefix_len[b]) + 1;
+}
+__device__ __forceinline__ void copy_row(Team team) {
+    constexpr int kWords = sizeof(team.s->rows[0]) / 4;
+    if (team.tid() < kWords) {
+        reinterpret_cast<uint32_t*>(team.s->rows[1])[team.tid()] = reinterpret_cast<const uint32_t*>(team.s->rows[0])[team.tid()];
+    }
 }
 
 // The next row; every thread of the block calls it, with turns alternating.

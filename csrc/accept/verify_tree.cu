@@ -91,6 +91,7 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) verify_tree_kernel
     if (a.shape.slices == 1 && index < range.n) prefetch_slice<T>(a, range.begin + index, team.rank(), team.size);
     if (team.tid() == kTeamThreads - 1) init_rows<kExtras, T>(a, b, team);
     const WalkTree tree = open_tree(team, a.in, a.tokens, b);  // has a barrier
+    copy_row(team);
     bool known = false;
     if (a.shape.teams > 1) {
         // keys lie by row, so requests that overlap (cu_nodes out of order) do without; so do rows that need a whole team
