@@ -102,6 +102,12 @@ __device__ __forceinline__ uint4 load_streaming_16(const void* p) {
     return v;
 }
 
+// x, of which the compiler knows nothing: what is made from it is computed here, not kept in registers from afar.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // ---- clusters (sm_90 and newer; elsewhere a block is a cluster of its own) ----------------------------------
 // Barrier of all threads of the cluster: what they wrote before it, shared memory included, is visible after it.
 __device__ __forceinline__ void cluster_barrier() {

@@ -103,6 +103,7 @@ inline uint64_t global_timer() {
 }
 inline void spin_pause() { emu::spin(); }
 
+inline uint32_t opaque(uint32_t x) { return x; }
 inline void cluster_barrier() { emu::cluster_barrier(); }
 inline uint32_t cluster_rank() { return emu::block_idx.x % emu::cluster_blocks; }
 template <class T>
