@@ -79,6 +79,37 @@ __device__ __forceinline__ uint4 load_streaming_16(const void* p) {
     return v;
 }
 
+// ---- clusters (sm_90 and newer; elsewhere a block is a cluster of its own) ----------------------------------
+// Barrier of all threads of the cluster: what they wrote before it, shared memory included, is visible after it.
+__device__ __forceinline__ void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+// This block's rank in its cluster.
+__device__ __forceinline__ uint32_t cluster_rank() {
+#if __CUDA_ARCH__ >= 900
+    uint32_t r;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+#else
+    return 0;
+#endif
+}
+// The same shared memory object in another block of the cluster.
+template <class T>
+__device__ __forceinline__ T* cluster_map(T* p, uint32_t rank) {
+#if __CUDA_ARCH__ >= 900
+    uint64_t q;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(q) : "l"(reinterpret_cast<uint64_t>(p)), "r"(rank));
+    return reinterpret_cast<T*>(q);
+#else
+    return p;
+#endif
+}
+
 // ---- words shared with other GPUs and the host ------------------------------------------------------------
 // 16 bytes; only each 8-byte half (and so each word) is known to arrive whole.
 __device__ __forceinline__ uint4 ld_relaxed_sys_16(const void* p) {

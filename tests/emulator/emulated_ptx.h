@@ -93,4 +93,12 @@ inline uint64_t global_timer() {
 }
 inline void spin_pause() { emu::spin(); }
 
+inline void cluster_barrier() { emu::cluster_barrier(); }
+inline uint32_t cluster_rank() { return emu::block_idx.x % emu::cluster_blocks; }
+template <class T>
+T* cluster_map(T* p, uint32_t rank) {
+    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(p) - reinterpret_cast<uintptr_t>(emu::dynamic_memory) +
+                                reinterpret_cast<uintptr_t>(emu::cluster_memory(rank)));
+}
+
 }  // namespace fv
