@@ -27,4 +27,27 @@ inline int grow_cluster(int64_t batch, int64_t k, int64_t row_bytes, int major, 
     return cluster_of(batch, k * row_bytes, kGrowSlice, kTreeCluster, major, sms);
 }
 
+// build_tree: one block per request. Effective scores (4 bytes an entry) stay in shared memory if they fit; the same bytes
+// first hold one bit per entry for each warp that counts the entries of an earlier request.
+constexpr int64_t kBuildStatic = 24 * 1024;          // an upper bound of the kernel's own arrays
+constexpr int64_t kMaxPool = int64_t{1} << 19;
+
+struct BuildTreeShape {
+    int threads, count_warps;
+    int64_t smem;  // dynamic bytes
+    bool stored;
+};
+
+inline BuildTreeShape build_tree_shape(int64_t pool, int64_t max_smem) {
+    const int64_t words = (pool + 31) / 32, bitset = 4 * words, room = max_smem - kBuildStatic;
+    const bool stored = 32 * bitset <= room;  // 32 bitsets are exactly the bytes of the scores
+    int64_t warps = words < 8 ? 8 : words > 32 ? 32 : words;
+    const int64_t threads = 32 * warps;
+    if (!stored && bitset * warps > room) warps = room / bitset;
+    return {static_cast<int>(threads), static_cast<int>(warps), stored ? 32 * bitset : warps * bitset, stored};
+}
+
+// prepare_tree: threads of the block of one request.
+inline int prepare_tree_threads(int64_t rows, int64_t batch) { return rows > 256 * batch ? 1024 : 256; }
+
 }  // namespace fv
