@@ -35,27 +35,27 @@ struct BuildTree {
 };
 
 // One warp: live entries of a pool, counted from its start until there are `want`. bits: one bit per entry, of this warp.
-__device__ __forceinline__ int64_t count_alive(
-    const float* __restrict__ scores, const int32_t* __restrict__ parents, int64_t size, int64_t want, uint32_t* bits) {
-    constexpr int kBatch = 4;
+__device__ __forceinline__ int count_alive(
+    const float* __restrict__ scores, const int32_t* __restrict__ parents, int size, int want, uint32_t* bits) {
+    constexpr int kBatch = 2;
     const int lane = threadIdx.x & 31;
-    int64_t alive = 0;
-    for (int64_t first = 0; first < size && alive < want; first += 32 * kBatch) {
+    int alive = 0;
+    for (int first = 0; first < size && alive < want; first += 32 * kBatch) {
         float score[kBatch];
         int32_t parent[kBatch];
 #pragma unroll
         for (int u = 0; u < kBatch; ++u) {
-            const int64_t i = first + 32 * u + lane;
+            const int i = first + 32 * u + lane;
             score[u] = i < size ? scores[i] : minus_infinity();
             parent[u] = i < size ? parents[i] : -1;
         }
 #pragma unroll
         for (int u = 0; u < kBatch; ++u) {
-            const int64_t start = first + 32 * u, i = start + lane;
-            const int64_t p = parent[u];
+            const int start = first + 32 * u, i = start + lane;
+            const int p = parent[u];
             bool ok = not_nan(score[u]) > minus_infinity() && valid_parent(parent[u], i);
             if (ok && p >= 0 && p < start) ok = bits[p >> 5] >> (p & 31) & 1;
-            int up = ok && p >= start ? static_cast<int>(p - start) : -1;  // within these 32
+            int up = ok && p >= start ? p - start : -1;  // within these 32
             while (__any_sync(kFullWarp, up >= 0)) {
                 const int at = up < 0 ? lane : up;
                 const bool parent_ok = __shfl_sync(kFullWarp, static_cast<int>(ok), at) != 0;
@@ -127,8 +127,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
     if (lane == 0) first_rows[warp] = before;
     if (t == 0) flags = 0;
     __syncthreads();
-    int64_t base = 0;
-    for (int w = 0; w < warps; ++w) base += first_rows[w];
+    const auto first_row = [&] {
+        int64_t sum = 0;
+        for (int w = 0; w < warps; ++w) sum += first_rows[w];
+        return sum;
+    };
 
     int nodes = 0;
     if (live) {
@@ -217,6 +220,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
         nodes = 1 + n;
 
         // E: rows
+        const int64_t base = first_row();
         if (t == 0) {
             up[0] = -1;
             token_of[0] = a.root_tokens[b];
@@ -258,7 +262,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
         __syncthreads();
     }
 
-    const int64_t end = base + nodes;
+    const int64_t end = first_row() + nodes;
     if (t == 0) {
         if (b == 0) a.cu_nodes[0] = 0;
         if (b < a.batch) {
