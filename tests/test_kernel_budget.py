@@ -12,6 +12,8 @@ from test_packaging import INFO, _files, library, output, tool
 
 # pattern of the mangled name -> (most registers, most bytes of stack); the first that matches counts
 BUDGET = {
+    r"(draft_topk|grow_tree|build_tree|prepare_tree)_kernel": (64, 0),  # 1024 threads
+    r"compact_kernel": (64, 0),  # four blocks of 256 threads per SM
     r"head_mma_kernel": (255, 0),  # two blocks of 128 threads per SM
     r"head_walk_kernel": (64, 0),
     r"probe_kernel": (32, 0),
