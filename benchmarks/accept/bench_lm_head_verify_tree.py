@@ -1,101 +1,105 @@
-"""lm_head_verify_tree against cuBLAS alone and cuBLAS + verify_tree: one request of N nodes, at 3 accepted drafts.
+"""lm_head_verify_tree against the LM-head GEMM alone, and against GEMM + verify_tree, 3 drafts accepted.
 
     python benchmarks/accept/bench_lm_head_verify_tree.py --out benchmarks/results
 
-Correct: tokens equal those of verify_tree on float32 logits of the same hidden states (rows that differ are counted: rounding of
-the products can turn a near tie). floor: the weight read once.
+Hidden states and weights are small integers, so every order of summation gives the same float32 logits. Correct: tokens, path and
+flags equal the CPU's verify_tree on those logits. The GEMM writes bf16 logits (as engines do), so the tokens of GEMM + verify_tree
+may differ where bf16 makes ties. floor: the weight read once.
 """
 
-import importlib
 import sys
 from functools import partial
 from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
-from bench_verify_tree import kernels, workspace_maker
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from harness import Bench, options
-from trees import LAWS, Grove, drawn_tokens
 
+import fastverify.accept.lm_head_verify_tree  # noqa: F401  (the package re-exports the function under the module's name)
 from fastverify import _ops
+from fastverify.accept.verify_tree import Sampling, Verified
 
-HEADS = ((4096, 128256, "Llama-3 8B"), (7168, 20480, "one of 8 ranks of Kimi-K2.5"))
-NODES = (8, 16, 64)
-
-
-def head_workspace(rows: int, vocab: int, device: torch.device):
-    """The op's workspace, None where the build wants none."""
-    make = getattr(importlib.import_module("fastverify.accept.lm_head_verify_tree"), "head_workspace", None)
-    return make(rows, vocab, device) if make and device.type == "cuda" else None
+HEADS = ((4096, 128256), (7168, 20480))  # hidden, vocabulary: Llama-3 8B; one of 8 shards of Kimi-K2.5
+NODES = (8, 16, 32, 64)
+LAWS = {"greedy": dict(temperature=0.0), "temperature": dict(temperature=0.8),
+        "top-k+top-p": dict(temperature=0.8, top_k=50, top_p=0.95)}
+ACCEPTED = 3
 
 
-class HeadCall:
-    """lm_head_verify_tree under verify_tree's positional arguments: hidden states stand where logits would."""
+class Step:
+    """One request: a chain of `nodes` nodes, ACCEPTED of which carry the target's tokens."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight, self.op = weight, _ops.get("lm_head_verify_tree")
+    def __init__(self, weight: torch.Tensor, nodes: int, law: str) -> None:
+        device, hidden = weight.device, weight.shape[1]
+        i32 = dict(dtype=torch.int32, device=device)
+        self.weight = weight
+        self.hidden = torch.randint(-3, 4, (nodes, hidden), device=device).to(weight.dtype)
+        self.parents = torch.arange(-1, nodes - 1, **i32)
+        self.cu_nodes, self.prefix_len = torch.tensor([0, nodes], **i32), torch.full((1,), 100, **i32)
+        self.active, self.remaining = torch.ones(1, **i32), torch.full((1,), 2**30, **i32)
+        self.sampling, self.vocab = Sampling.make(1, device, **LAWS[law]), weight.shape[0]
+        self.out = Verified.empty(1, nodes, device)
+        self.tokens = torch.full((nodes,), -1, dtype=torch.int64, device=device)
+        self.exact = torch.cat([self.hidden.float() @ w.float().T for w in weight.split(8192)], 1).cpu()
+        for i in range(ACCEPTED):  # the token of row i does not depend on what node i + 1 carries
+            self.tokens[i + 1] = self.on_cpu().out_tokens[0, i]
 
-    def __call__(self, hidden, *rest) -> None:
-        self.op(hidden, self.weight, *rest[:-2], self.weight.shape[0], rest[-1])
+    def rest(self, out: Verified, workspace, to=lambda x: x) -> tuple:
+        s = self.sampling
+        moved = [to(x) for x in (self.tokens, self.parents, self.cu_nodes, self.prefix_len, self.active, self.remaining)]
+        return (*moved, None, *(to(x) for x in s), None, None, None, None, out.out_tokens, out.num_tokens_out, out.path,
+                out.next_root, out.flags, None, workspace, self.vocab, 1)
+
+    def on_cpu(self) -> Verified:
+        out = Verified.empty(1, self.hidden.shape[0])
+        _ops.get("verify_tree")(self.exact, *self.rest(out, None, lambda x: x.cpu().clone()))
+        return out
+
+    def right(self) -> bool:
+        want = self.on_cpu()
+        return all(torch.equal(a.cpu(), b) for a, b in zip(self.out, want) if b is not None)
 
 
-def measure_head(bench: Bench, hidden_size: int, vocab: int, nodes: int, law: str, weight: torch.Tensor) -> None:
-    device, axes = bench.device, dict(N=nodes, H=hidden_size, V=vocab, law=law)
-    rng = torch.Generator(device=device).manual_seed(nodes)
-    hidden = [torch.randn(nodes, hidden_size, generator=rng, device=device, dtype=weight.dtype) for _ in range(2)]
-    kind, nbytes = str(weight.dtype).removeprefix("torch."), weight.numel() * weight.element_size()
-    verify, make_workspace = kernels(device)[device.type], workspace_maker(device)
-    logits = torch.empty(nodes, vocab, dtype=weight.dtype, device=device)
-    if device.type == "cuda" and not _ops.has_kernel("lm_head_verify_tree", "cuda"):
-        bench.absent("cuda", axes, kind, "no CUDA kernel in this build")
-    else:
-        head, space = HeadCall(weight), head_workspace(nodes, vocab, device)
-        grove = Grove(head, hidden, 1, nodes, law, lambda rows, batch: space)
-        batches = grove.plant(3)
-
-        def right():
-            same = rows = 0
-            for h, drawn in zip(hidden, grove.drawn):
-                exact = h.float() @ weight.float().T
-                per_row = [x.repeat_interleave(nodes) for x in grove.sampling]
-                want = drawn_tokens(verify, exact, grove.positions, type(grove.sampling)(*per_row), make_workspace)
-                same, rows = same + int((want == drawn).sum()), rows + nodes
-            walked = bool((batches[0].out.num_tokens_out == 4).all())
-            return walked and (same == rows or f"{rows - same} of {rows} rows differ")
-
-        bench.measure("cuda" if device.type == "cuda" else "cpu", axes, kind, [partial(head, *b.arguments(space)) for b in batches], nbytes,
-                      check=right if callable(verify) else None)
-    bench.measure("cuBLAS alone" if device.type == "cuda" else "matmul alone", axes, kind,
-                  [partial(torch.mm, h, weight.T, out=logits) for h in hidden], nbytes)
-    if not callable(verify):
-        bench.absent("matmul + verify_tree", axes, kind, verify)
+def measure(bench: Bench, head: tuple, nodes: int, law: str, weights: list) -> None:
+    modules, (h, v), nbytes = sys.modules, head, 2 * head[0] * head[1]
+    axes, cuda = dict(N=nodes, H=h, V=v, law=law), bench.device.type == "cuda"
+    steps = [Step(w, nodes, law) for w in weights]
+    make = modules["fastverify.accept.lm_head_verify_tree"].head_workspace
+    space = make(nodes, v, bench.device) if cuda else None
+    op = _ops.get("lm_head_verify_tree")
+    if _ops.has_kernel("lm_head_verify_tree", bench.device.type):
+        bench.measure(bench.device.type, axes, "bfloat16", [partial(op, s.hidden, s.weight, *s.rest(s.out, space)) for s in steps],
+                      nbytes, check=steps[0].right)
+    logits = torch.empty(nodes, v, dtype=torch.bfloat16, device=bench.device)
+    gemms = [partial(torch.mm, s.hidden, s.weight.T, out=logits) for s in steps]
+    bench.measure("GEMM alone", axes, "bfloat16", gemms, nbytes)
+    if not _ops.has_kernel("verify_tree", bench.device.type):
         return
+    make_verify = getattr(modules["fastverify.accept.verify_tree"], "verify_tree_workspace", None)
+    verify_space = make_verify(nodes, 1, bench.device) if make_verify and cuda else None
+    verify = _ops.get("verify_tree")
 
-    def two(h, arguments):
-        torch.mm(h, weight.T, out=logits)
-        verify(*arguments)
+    def both(gemm, step) -> None:
+        gemm()
+        verify(logits, *step.rest(step.out, verify_space))
 
-    grove = Grove(lambda h, *rest: verify(torch.mm(h, weight.T), *rest[:-2], vocab, rest[-1]), hidden, 1, nodes, law, make_workspace)
-    batches = [b._replace(logits=logits) for b in grove.plant(3)]
-    space = make_workspace(nodes, 1)
-    bench.measure("matmul + verify_tree", axes, kind, [partial(two, h, b.arguments(space)) for h, b in zip(hidden, batches)], nbytes,
-                  check=lambda: bool((batches[0].out.num_tokens_out == 4).all()))
+    bench.measure("GEMM + verify_tree", axes, "bfloat16", [partial(both, g, s) for g, s in zip(gemms, steps)], nbytes)
 
 
 def main() -> int:
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--law", default=",".join(LAWS), help="greedy,temperature,top-k+top-p (default: all)")
-    parser.add_argument("--head", action="append", metavar="H,V", help="instead of the two heads; may be repeated")
+    parser.add_argument("--head", action="append", metavar="H,V", help="instead of the table's; may be repeated")
+    parser.add_argument("--nodes", default=",".join(map(str, NODES)))
     args = parser.parse_args()
     bench = Bench("lm_head_verify_tree", args)
-    dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
-    for hidden_size, vocab in [tuple(map(int, h.split(","))) for h in args.head or []] or [h[:2] for h in HEADS]:
-        weight = torch.randn(vocab, hidden_size, device=bench.device, dtype=dtype) * (2 / hidden_size**0.5)
-        for nodes in NODES:
+    for head in [tuple(map(int, x.split(","))) for x in args.head or []] or HEADS:
+        h, v = head
+        weights = [(torch.randint(-3, 4, (v, h), dtype=torch.int8, device=bench.device).bfloat16() / 4) for _ in range(bench.sets(2 * h * v))]
+        for nodes in map(int, args.nodes.split(",")):
             for law in args.law.split(","):
-                measure_head(bench, hidden_size, vocab, nodes, law, weight)
-        del weight
+                measure(bench, head, nodes, law, weights)
     return bench.finish()
 
 
