@@ -28,7 +28,7 @@ REAL_SHAPES = ((1, 16, 49152), (1, 64, 49152), (8, 32, 49152), (32, 16, 49152))
 
 def kernels(device: torch.device) -> dict:
     """{provider: the op as a callable on its positional arguments, or the reason why it is absent}."""
-    have = _ops.get("verify_tree") if _ops.has_kernel("verify_tree", device.type) else f"no {device.type} kernel in this build"
+    have = _ops.get("verify_tree") if _ops.has_native_kernel("verify_tree", device.type) else f"no {device.type} kernel in this build"
     found = {device.type: have}
     if device.type == "cuda":
         try:
@@ -42,7 +42,7 @@ def kernels(device: torch.device) -> dict:
 def workspace_maker(device: torch.device):
     """(rows, batch) -> the op's workspace on this device, None where the build wants none."""
     make = getattr(importlib.import_module("fastverify.accept.verify_tree"), "verify_tree_workspace", None)
-    return lambda rows, batch: make(rows, batch, device) if make and device.type == "cuda" else None
+    return lambda rows, batch: make(batch, rows, device) if make and device.type == "cuda" else None
 
 
 def logit_sets(count: int, rows: int, vocab: int, device: torch.device, real) -> list:
