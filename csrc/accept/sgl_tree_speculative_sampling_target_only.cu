@@ -162,7 +162,7 @@ __device__ __forceinline__ float tree_scan(float x, float* sum) {
 }
 
 template <int kVec>
-__global__ void __launch_bounds__(kSglLanes) sgl_sampling_kernel(
+__global__ void __launch_bounds__(kSglLanes, 1) sgl_sampling_kernel(
     const SglTreeArgs a,
     const SglSampling s) {
     __shared__ SamplingTree tree;
