@@ -2,7 +2,7 @@
 // The LM-head product of lm_head_verify_tree: weight [V,H] x hidden^T [H,R], f32 accumulators, no logits in memory.
 //   head_mma_kernel   bf16 or fp16: cp.async ring of K steps, ldmatrix, mma.m16n8k16; memory-bound up to 64 node rows
 //   head_simt_kernel  any mix of f32, fp16, bf16 and any width: four ids x eight node rows per warp
-// Vocabulary row 4g + 2i + h of a warp's 32 sits in row g + 8h of MMA tile i, so that a thread holds ids 4g..4g+3 of a
+// Vocabulary row 4g + 2i + h of 32 sits in row g + 8h of MMA tile i, so that a thread holds ids 4g..4g+3 of a
 // node row: one Philox call serves all four.
 #pragma once
 #include "accept/head_score.cuh"
@@ -21,13 +21,14 @@ __device__ __forceinline__ void read_bounds(const HeadArgs& a, const HeadShared&
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         if (s.row[i].mode != kHeadKey) continue;
         const Word seen = *const_cast<const volatile Word*>(a.keys + row0 + i), key = seen > s.best[i] ? seen : s.best[i];
-        if (key) s.bound[i] = from_ordered_bits(static_cast<uint32_t>(key >> 32));
+        if (key) s.bound[i] = below(from_ordered_bits(static_cast<uint32_t>(key >> 32)));
     }
 }
 
 template <bool kBf16, int kRows>
 __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArgs a, const HeadPlan plan) {
     constexpr int kStages = head_stages(kRows), kStageBytes = head_stage_bytes(kRows), kN = kRows / 8;
+    constexpr int kWarpRows = kHeadTile / (kHeadThreads / 32), kM = kWarpRows / 16;
     constexpr int kRowBytes = kHeadStep * 2, kWeightBytes = kHeadTile * kRowBytes;
     __shared__ int flag;
     unsigned char* const ring = dynamic_shared();
@@ -52,8 +53,8 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
         for (int i = 0; i < kHeadTile / kAtOnce; ++i) {
             const int r = first_row + kAtOnce * i;
             const bool ok = inside && v + kAtOnce * i < a.task.in.vocab;
-            cp_async_16(stage + r * kRowBytes + ((chunk16 ^ (r >> 2 & 7)) << 4),
-                        ok ? w + kAtOnce * i * a.weight_stride : a.weight, ok);
+            cp_async_16_stream(stage + r * kRowBytes + ((chunk16 ^ (r >> 2 & 7)) << 4),
+                               ok ? w + kAtOnce * i * a.weight_stride : a.weight, ok);
         }
         const auto* x = static_cast<const uint16_t*>(a.hidden) + (row0 + first_row) * a.hidden_stride + column;
 #pragma unroll
@@ -74,10 +75,10 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
     }
     describe_rows(a, row0, kRows, s);
 
-    float acc[2][kN][4];
+    float acc[kM][kN][4];
     const auto clear = [&]() {
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
+        for (int i = 0; i < kM; ++i)
 #pragma unroll
             for (int n = 0; n < kN; ++n)
 #pragma unroll
@@ -86,14 +87,14 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
     // ---- one K step: 4 x k16 --------------------------------------------------------------------------------------
     const int g = lane & 7, matrix = lane >> 3;  // row and matrix whose address this lane gives to ldmatrix
     const auto multiply = [&](const unsigned char* stage) {
-        const unsigned char* const w = stage + (warp * 32 + 4 * g + (matrix & 1)) * kRowBytes;
+        const unsigned char* const w = stage + (warp * kWarpRows + 4 * g + (matrix & 1)) * kRowBytes;
         const unsigned char* const x = stage + kWeightBytes;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            uint32_t fa[2][4], fb[kN][2];
+            uint32_t fa[kM][4], fb[kN][2];
             const int at = ((2 * k + (matrix >> 1)) ^ g) << 4;  // (row / 4) % 8 = g
-            ldmatrix_x4(fa[0], w + at);
-            ldmatrix_x4(fa[1], w + 2 * kRowBytes + at);
+#pragma unroll
+            for (int i = 0; i < kM; ++i) ldmatrix_x4(fa[i], w + ((i >> 1) * 32 + (i & 1) * 2) * kRowBytes + at);
             if constexpr (kN == 1) {
                 ldmatrix_x2(fb[0], x + g * kRowBytes + (((2 * k + (matrix & 1)) ^ g) << 4));
             } else {
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
                 }
             }
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
+            for (int i = 0; i < kM; ++i)
 #pragma unroll
                 for (int n = 0; n < kN; ++n) {
                     if constexpr (kBf16) mma_16816_bf16(acc[i][n], fa[i], fb[n][0], fb[n][1]);
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
     const auto join_parts = [&](int tile) {
         float4* mine = part(slot, tile);
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
+        for (int i = 0; i < kM; ++i)
 #pragma unroll
             for (int n = 0; n < kN; ++n)
                 __stcg(mine + (i * kN + n) * kHeadThreads, make_float4(acc[i][n][0], acc[i][n][1], acc[i][n][2], acc[i][n][3]));
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
         for (int other = first; other <= last; ++other) {  // in order: the same sum whoever arrives last
             const float4* theirs = part(other, tile);
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
+            for (int i = 0; i < kM; ++i)
 #pragma unroll
                 for (int n = 0; n < kN; ++n) {
                     const float4 f = __ldcg(theirs + (i * kN + n) * kHeadThreads);
@@ -145,20 +146,21 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
     const auto take_tile = [&](int tile, unsigned char* stage) {
         constexpr int kTiles = kN < 4 ? kN : 4;  // n-tiles at a time: 2 node rows of this thread each
         float4* const corner = reinterpret_cast<float4*>(stage + warp * (kTiles * 2 * 512)) + lane;
-        const int64_t v = static_cast<int64_t>(tile) * kHeadTile + warp * 32 + (lane >> 2) * 4;
+        const int64_t v0 = static_cast<int64_t>(tile) * kHeadTile + warp * kWarpRows + (lane >> 2) * 4;
 #pragma unroll
-        for (int base = 0; base < kN; base += kTiles) {
+        for (int base = 0; base < kN * kM / 2; base += kTiles) {
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
-                corner[64 * n] = make_float4(acc[0][base + n][0], acc[0][base + n][2], acc[1][base + n][0], acc[1][base + n][2]);
-                corner[64 * n + 32] = make_float4(acc[0][base + n][1], acc[0][base + n][3], acc[1][base + n][1], acc[1][base + n][3]);
+                const int i = (base + n) / kN * 2, at = (base + n) % kN;
+                corner[64 * n] = make_float4(acc[i][at][0], acc[i][at][2], acc[i + 1][at][0], acc[i + 1][at][2]);
+                corner[64 * n + 32] = make_float4(acc[i][at][1], acc[i][at][3], acc[i + 1][at][1], acc[i + 1][at][3]);
             }
 #pragma unroll 1
             for (int c = 0; c < 2 * kTiles; ++c) {
                 const float4 f = corner[32 * c];
                 float x[4] = {f.x, f.y, f.z, f.w};
-                const int i = (base + (c >> 1)) * 8 + (lane & 3) * 2 + (c & 1);
-                take_logits(a, s, i, row0 + i, v, x);
+                const int at = base + (c >> 1), i = at % kN * 8 + (lane & 3) * 2 + (c & 1);
+                take_logits(a, s, i, row0 + i, v0 + at / kN * 32, x);
             }
         }
     };

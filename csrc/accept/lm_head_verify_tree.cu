@@ -55,7 +55,7 @@ void lm_head_verify_tree_cuda(
     FV_CHECK(workspace && workspace->scalar_type() == ScalarType::Byte && workspace->is_contiguous() &&
                  workspace->numel() >= w.bytes && workspace->is_cuda() == hidden.is_cuda(),
              op, ": workspace must be uint8 [>= ", w.bytes, "] on the device of hidden; got ",
-             workspace ? describe(*workspace) : "None", ". Fix: pass fastverify.lm_head_workspace(hidden, weight).");
+             workspace ? describe(*workspace) : "None", ". Fix: pass lm_head_verify_tree_workspace(rows, vocab_size, device).");
     auto* base = static_cast<unsigned char*>(workspace->mutable_data_ptr());
 
     HeadArgs a;

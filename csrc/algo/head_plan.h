@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How lm_head_verify_tree is cut into blocks on a GPU, and what its workspace holds: pure functions of shapes and of
-// the device. Host+device, no torch, no CUDA runtime. lm_head_workspace in
-// fastverify/accept/lm_head_verify_tree.py mirrors head_workspace.
+// the device. Host+device, no torch, no CUDA runtime. head_workspace is mirrored
+// in fastverify/accept/lm_head_verify_tree.py.
 //
 // Tensor cores: the product is seen as weight [V,H] x hidden^T [H,R]. A tile is 128 vocabulary rows x `rows_tile` node
 // rows; the K loop of all tiles of one chunk of node rows is one line of tiles * k_steps steps, cut into equal pieces
