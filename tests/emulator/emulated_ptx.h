@@ -72,6 +72,16 @@ inline void mma_16816_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, ui
     emulated_mma<emulated_f16>(d, a, b0, b1);
 }
 
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline uint32_t e4m3x2_to_f16x2(uint32_t v) {
+    uint32_t r = 0;
+    for (int i = 0; i < 2; ++i) {
+        const __half h = __half(__nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(v >> 8 * i), __NV_E4M3));
+        r |= static_cast<uint32_t>(static_cast<__half_raw>(h).x) << 16 * i;
+    }
+    return r;
+}
+
 inline uint32_t ld_acquire(const uint32_t* p) { return *p; }
 inline void st_release(uint32_t* p, uint32_t v) { *p = v; }
 inline uint32_t atomic_add_acq_rel(uint32_t* p, uint32_t v) {
