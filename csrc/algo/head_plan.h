@@ -44,6 +44,8 @@ FV_HD HeadPlan head_plan(int64_t rows, int64_t vocab, int64_t hidden, bool tenso
     p.rows_tile = tensor_cores ? head_rows_tile(rows) : kHeadSimtRows;
     p.chunks = static_cast<int>((rows + p.rows_tile - 1) / p.rows_tile);
     p.k_steps = static_cast<int>((hidden + kHeadStep - 1) / kHeadStep);
+    if (p.chunks < 1) p.chunks = 1;  // no rows: not launched
+    if (p.k_steps < 1) p.k_steps = 1;  // no columns: logits are 0
     p.smem = tensor_cores ? head_smem(p.rows_tile) : kHeadRowBytes * p.rows_tile;
     if (!tensor_cores) {  // a warp takes four ids at a time
         const int64_t groups = (vocab + 15) / 16, most = 8 * static_cast<int64_t>(sms);

@@ -99,6 +99,23 @@ def test_tokens_are_those_of_the_kernels_own_logits(backend, rng, dtype):
             assert name == "logprobs" or torch.equal(keyed[name], want[name]), name
 
 
+@pytest.mark.parametrize("rows,h", [(0, 16), (7, 0)])
+def test_no_rows_and_no_columns(backend, rng, rows, h):
+    """No rows: every active request has a bad tree. No columns: all logits are 0, so the lowest id wins."""
+    case = head_case(rng, h=16, dtype=torch.bfloat16, batch=2, nodes=3, vocab=40, logprobs=False, fixed_nodes=True)
+    case["active"].fill_(1)
+    case["remaining"].fill_(9)
+    case.update(hidden=case["hidden"][:rows, :h].contiguous(), weight=case["weight"][:, :h].contiguous(), stop_ids=None,
+                tokens=case["tokens"][:rows], parents=case["parents"][:rows])
+    if rows == 0:
+        case["cu_nodes"] = torch.zeros(3, dtype=torch.int32)
+    got = run_head(backend, **case)
+    if rows == 0:
+        assert (got["flags"] & 4).all() and not got["num_tokens_out"].any()
+    else:
+        assert (got["out_tokens"][:, 0] == 0).all()
+
+
 def test_mixed_weight_dtype_and_stride(backend, rng):
     case = head_case(rng, h=32, batch=2, nodes=4, vocab=90, weight_dtype=torch.bfloat16)
     wide = torch.full((93, 40), float("nan"), dtype=torch.bfloat16)
