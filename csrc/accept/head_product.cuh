@@ -26,10 +26,10 @@ __device__ __forceinline__ void read_bounds(const HeadArgs& a, const HeadShared&
 }
 
 template <bool kBf16, int kRows>
-__global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArgs a, const HeadPlan plan) {
+__global__ void __launch_bounds__(head_tile(kRows), 2) head_mma_kernel(const HeadArgs a, const HeadPlan plan) {
     constexpr int kStages = head_stages(kRows), kStageBytes = head_stage_bytes(kRows), kN = kRows / 8;
-    constexpr int kWarpRows = kHeadTile / (kHeadThreads / 32), kM = kWarpRows / 16;
-    constexpr int kRowBytes = kHeadStep * 2, kWeightBytes = kHeadTile * kRowBytes;
+    constexpr int kTile = head_tile(kRows), kThreads = kTile, kWarpRows = 32, kM = kWarpRows / 16;
+    constexpr int kRowBytes = kHeadStep * 2, kWeightBytes = kTile * kRowBytes;
     __shared__ int flag;
     unsigned char* const ring = dynamic_shared();
     const HeadShared s(ring + kStages * kStageBytes, kRows);
@@ -40,17 +40,17 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
     const int end = begin + plan.steps < total ? begin + plan.steps : total;
 
     // ---- loading: 8 threads fetch the 128 bytes of one row --------------------------------------------------------
-    constexpr int kAtOnce = kHeadThreads / 8;
+    constexpr int kAtOnce = kThreads / 8;
     const int chunk16 = tid & 7, first_row = tid >> 3;
     int load_tile = begin / plan.k_steps, load_k = begin % plan.k_steps, load_stage = 0;
     const auto load_step = [&]() {
         unsigned char* const stage = ring + load_stage * kStageBytes;
         const int64_t column = static_cast<int64_t>(load_k) * kHeadStep + chunk16 * 8;
         const bool inside = column < a.hidden_size;
-        const int64_t v = static_cast<int64_t>(load_tile) * kHeadTile + first_row;
+        const int64_t v = static_cast<int64_t>(load_tile) * kTile + first_row;
         const auto* w = static_cast<const uint16_t*>(a.weight) + v * a.weight_stride + column;
 #pragma unroll
-        for (int i = 0; i < kHeadTile / kAtOnce; ++i) {
+        for (int i = 0; i < kTile / kAtOnce; ++i) {
             const int r = first_row + kAtOnce * i;
             const bool ok = inside && v + kAtOnce * i < a.task.in.vocab;
             cp_async_16_stream(stage + r * kRowBytes + ((chunk16 ^ (r >> 2 & 7)) << 4),
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
     const auto part = [&](int of_slot, int tile) {
         const int which = tile == of_slot * plan.steps / plan.k_steps ? 0 : 1;
         const int64_t block = static_cast<int64_t>(of_slot) * plan.chunks + chunk;
-        return reinterpret_cast<float4*>(a.partials + (2 * block + which) * (kRows * kHeadTile)) + tid;
+        return reinterpret_cast<float4*>(a.partials + (2 * block + which) * (kRows * kTile)) + tid;
     };
     const auto join_parts = [&](int tile) {
         float4* mine = part(slot, tile);
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
         for (int i = 0; i < kM; ++i)
 #pragma unroll
             for (int n = 0; n < kN; ++n)
-                __stcg(mine + (i * kN + n) * kHeadThreads, make_float4(acc[i][n][0], acc[i][n][1], acc[i][n][2], acc[i][n][3]));
+                __stcg(mine + (i * kN + n) * kThreads, make_float4(acc[i][n][0], acc[i][n][1], acc[i][n][2], acc[i][n][3]));
         const int first = head_first_slot(plan, tile), last = head_last_slot(plan, tile);
         if (!last_block(a.counters + static_cast<int64_t>(chunk) * plan.tiles + tile, last - first + 1, &flag)) return false;
         clear();
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
             for (int i = 0; i < kM; ++i)
 #pragma unroll
                 for (int n = 0; n < kN; ++n) {
-                    const float4 f = __ldcg(theirs + (i * kN + n) * kHeadThreads);
+                    const float4 f = __ldcg(theirs + (i * kN + n) * kThreads);
                     acc[i][n][0] += f.x, acc[i][n][1] += f.y, acc[i][n][2] += f.z, acc[i][n][3] += f.w;
                 }
         }
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
     const auto take_tile = [&](int tile, unsigned char* stage) {
         constexpr int kTiles = kN < 4 ? kN : 4;  // n-tiles at a time: 2 node rows of this thread each
         float4* const corner = reinterpret_cast<float4*>(stage + warp * (kTiles * 2 * 512)) + lane;
-        const int64_t v0 = static_cast<int64_t>(tile) * kHeadTile + warp * kWarpRows + (lane >> 2) * 4;
+        const int64_t v0 = static_cast<int64_t>(tile) * kTile + warp * kWarpRows + (lane >> 2) * 4;
 #pragma unroll
         for (int base = 0; base < kN * kM / 2; base += kTiles) {
 #pragma unroll
@@ -196,7 +196,7 @@ __device__ __forceinline__ float head_element(const void* p, int type, int64_t i
     return type == 1 ? half_to_float(h) : bf16_to_float(h);
 }
 
-__global__ void __launch_bounds__(kHeadThreads) head_simt_kernel(const HeadArgs a, const HeadPlan plan) {
+__global__ void __launch_bounds__(kHeadSimtThreads) head_simt_kernel(const HeadArgs a, const HeadPlan plan) {
     constexpr int kRows = kHeadSimtRows;
     const HeadShared s(dynamic_shared(), kRows);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

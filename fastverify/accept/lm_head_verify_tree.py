@@ -17,7 +17,7 @@ def lm_head_verify_tree_workspace_bytes(rows: int, vocab_size: int, sms: int) ->
     tile = next((n for n in (8, 16, 32) if rows <= n), 64)
     chunks = -(-rows // tile)
     zeroed = align(align(align(8 * rows) + 4 * rows) + 4 * chunks * -(-vocab_size // 128))
-    logits = align(zeroed + 2 * 4 * tile * 128 * max(2 * sms, chunks))
+    logits = align(zeroed + 2 * 4 * tile * (128 if tile <= 16 else 192) * max(2 * sms, chunks))
     return align(logits + 4 * rows * (-(-vocab_size // 4) * 4)), zeroed, logits
 
 

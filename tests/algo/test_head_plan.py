@@ -61,4 +61,4 @@ def test_workspace_is_mirrored_in_python(plans):
         assert (p["bytes"], p["zeroed"], p["logits"]) == lm_head_verify_tree_workspace_bytes(rows, v, sms)
         assert p["logits"] + 4 * rows * v <= p["bytes"]
         if cores:
-            assert p["partials"] + 2 * 4 * p["rows_tile"] * 128 * p["blocks"] <= p["logits"]
+            assert p["partials"] + 2 * 4 * p["rows_tile"] * p["tile"] * p["blocks"] <= p["logits"]
