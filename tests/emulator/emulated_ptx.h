@@ -14,6 +14,7 @@ inline void cp_async_16(void* dst, const void* src, bool pred = true) {
     if (pred) std::memcpy(dst, src, 16);
     else std::memset(dst, 0, 16);
 }
+inline void cp_async_16_stream(void* dst, const void* src, bool pred = true) { cp_async_16(dst, src, pred); }
 inline void cp_async_commit() {}
 template <int kPending>
 inline void cp_async_wait() {}
