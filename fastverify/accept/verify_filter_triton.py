@@ -290,16 +290,16 @@ def best_of_many(
     that may be the cut fit; then as before. Slow, exact."""
     cut = tl.full((), MINUS_INF, tl.int32)
     for stage in range(2):  # top-k by counts, then top-p by masses of what top-k keeps
-        by_count = stage == 0
-        if (by_count & (K > 0)) | ((stage == 1) & (P < 1.0)):
+        by_count = (K * 0 + stage) == 0
+        if (by_count & (K > 0)) | ((by_count == 0) & (P < 1.0)):
             low = tl.maximum(bound, cut)
-            if (stage == 1) & (K > 0):
+            if (by_count == 0) & (K > 0):
                 total = tl.full((), 0, tl.int64)
                 for chunk in range(0, num_groups, BLOCKS):
                     ids, inside = listed_ids(listed, chunk, num_groups, V, GROUP, BLOCKS)
                     z, _bad = process(logits, row, row_stride, ids, inside, T, b, node, begin, tokens, parents, penalties,
                                       bias, bitmask, counts, V)
-                    total += tl.sum(weights(ordered(z), zmax, False, low), 0)
+                    total += tl.sum(weights(ordered(z), zmax, by_count, low), 0)
             need = tl.where(by_count, K.to(tl.int64), needed_mass(total, P))
             differ = as_unsigned(low) ^ as_unsigned(top)
             prefix = tl.full((), 0, tl.uint32)  # the cut lies in [prefix, prefix + 4 * one)

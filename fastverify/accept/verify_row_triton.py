@@ -86,8 +86,8 @@ def process(logits, row, row_stride, ids, inside, temperature, b, node, begin, t
         words = (V + 31) // 32
         word = tl.load(bitmask + row.to(tl.int64) * words + (ids >> 5), inside, other=0)
         x = tl.where(((word >> (ids & 31)) & 1) != 0, x, -float("inf"))
-    bad = inside & ~(x <= MAX)
-    x = tl.where(inside & ~bad, x, -float("inf"))
+    bad = inside & ((x <= MAX) == 0)
+    x = tl.where(inside & (bad == 0), x, -float("inf"))
     q = x
     if (temperature != 0.0) & (temperature != 1.0):
         q = tl.div_rn(x, tl.zeros_like(x) + temperature)
