@@ -105,7 +105,7 @@ def test_splits_of_verify_tree_cover_every_entry_once(rows, vocab, sms):
     tile, splits, span = module.launch_shape(rows, vocab, sms)
     assert span % tile == 0 and tile % module.GROUP == 0 and 1 <= splits <= module.MAX_SPLITS
     assert (splits - 1) * span < vocab <= splits * span
-    assert splits == 1 or rows * splits <= 8 * sms or rows >= 4 * sms
+    assert splits == 1 or rows * splits <= 2 * sms
 
 
 # ---- cases --------------------------------------------------------------------------------------------------------

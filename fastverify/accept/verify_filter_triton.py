@@ -3,8 +3,10 @@
 import triton
 import triton.language as tl
 
-from .._triton_numeric import MINUS_INF, NO_KEY, exp_below, log_exact, make_key, mass, ordered, unordered
-from .verify_row_triton import (BAD_KEY, best_sampled, noise_of_ids, process, request_of_row, resolve, seed_words)
+from .._triton_numeric import (MAX, MINUS_INF, NO_KEY, exp_below, gumbel, log_exact, make_key, mass, may_exceed, ordered,
+                               unordered)
+from .verify_row_triton import (BAD_KEY, load_raw, noise_bits, noise_of_ids, process, process_raw, request_of_row, resolve,
+                                seed_words)
 
 
 @triton.jit
@@ -37,29 +39,59 @@ def _scan(
         node = row - begin
         T, K, P, M, _flag = resolve(b, temperature, top_k, top_p, min_p, penalties, V, RULE)
         filtered = (T != 0.0) & ((K > 0) | (P < 1.0) | (M > 0.0))
-        seed_lo, seed_hi = seed_words(b, seed)
-        t = tl.load(prefix_len + b) + 1
+        start = tl.multiple_of(split * span, TILE)
+        last = tl.minimum(start + span, V)
+        lane = tl.arange(0, TILE)
+        key = tl.full((), NO_KEY, tl.int64)
+        num_bad = tl.full((), 0, tl.int32)
+        raw = load_raw(logits, row, row_stride, start + lane, start + lane < V)  # always one tile ahead
         if (T != 0.0) & (filtered == 0):
-            t += depth_of(node, begin, parents)
-        best = tl.full((), NO_KEY, tl.int64)
-        any_bad = tl.zeros((TILE,), tl.int32)
-        last = tl.minimum((split + 1) * span, V)
-        for first in range(tl.multiple_of(split * span, TILE), last, TILE):
-            ids = first + tl.arange(0, TILE)
-            z, bad = process(logits, row, row_stride, ids, ids < V, T, b, node, begin, tokens, parents, penalties, bias,
-                             bitmask, counts, V)
-            any_bad |= bad.to(tl.int32)
-            if filtered:
+            t = tl.load(prefix_len + b) + 1 + depth_of(node, begin, parents)
+            seed_lo, seed_hi = seed_words(b, seed)
+            for first in range(start, last, TILE):
+                ids = first + lane
+                ahead = load_raw(logits, row, row_stride, ids + TILE, (ids + TILE < V) & (first + TILE < last))
+                z, bad = process_raw(raw, row, ids, ids < V, T, b, node, begin, tokens, parents, penalties, bias, bitmask, counts,
+                                     V)
+                raw = ahead
+                bits = noise_bits(first, t, seed_lo, seed_hi, TILE)
+                score = tl.where(key == NO_KEY, -MAX, unordered((key >> 32).to(tl.int32)))
+                hits = tl.sum(may_exceed(bits, score - z).to(tl.int32) + bad.to(tl.int32) * 65536, 0)
+                num_bad += hits >> 16
+                if (hits & 0xFFFF) > 0:  # logarithms only where an entry may still win
+                    tile = tl.where(z > -float("inf"), make_key(z + gumbel(bits), ids), NO_KEY)
+                    key = tl.maximum(key, tl.max(tile, 0))
+        elif filtered:
+            any_bad = tl.zeros((TILE,), tl.int32)
+            for first in range(start, last, TILE):
+                ids = first + lane
+                ahead = load_raw(logits, row, row_stride, ids + TILE, (ids + TILE < V) & (first + TILE < last))
+                z, bad = process_raw(raw, row, ids, ids < V, T, b, node, begin, tokens, parents, penalties, bias, bitmask, counts,
+                                     V)
+                raw = ahead
+                any_bad |= bad.to(tl.int32)
                 groups = tl.max(tl.reshape(ordered(z), [TILE // GROUP, GROUP]), 1)
                 at = first // GROUP + tl.arange(0, TILE // GROUP)
                 tl.store(maxima + row.to(tl.int64) * GROUPS + at, groups, at < GROUPS)
-            elif T == 0.0:
-                key = tl.where(z > -float("inf"), make_key(z, ids), NO_KEY)
-                best = tl.maximum(best, tl.max(key, 0))
-            else:
-                best = best_sampled(best, z, first, ids, t, seed_lo, seed_hi, TILE)
-        best |= tl.where(tl.max(any_bad, 0) != 0, BAD_KEY, 0).to(tl.int64)
-        tl.store(keys + row.to(tl.int64) * SPLITS + split, best)
+            num_bad += tl.sum(any_bad, 0)
+        else:
+            best = tl.full((TILE,), MINUS_INF, tl.int32)  # of a lane, and where it was first met
+            best_at = tl.zeros((TILE,), tl.int32)
+            any_bad = tl.zeros((TILE,), tl.int32)
+            for first in range(start, last, TILE):
+                ids = first + lane
+                ahead = load_raw(logits, row, row_stride, ids + TILE, (ids + TILE < V) & (first + TILE < last))
+                z, bad = process_raw(raw, row, ids, ids < V, T, b, node, begin, tokens, parents, penalties, bias, bitmask, counts,
+                                     V)
+                raw = ahead
+                any_bad |= bad.to(tl.int32)
+                order = ordered(z)
+                best_at = tl.where(order > best, first, best_at)
+                best = tl.maximum(best, order)
+            num_bad += tl.sum(any_bad, 0)
+            key = tl.max(tl.where(best > MINUS_INF, make_key(unordered(best), best_at + lane), NO_KEY), 0)
+        key |= tl.where(num_bad != 0, BAD_KEY, 0).to(tl.int64)
+        tl.store(keys + row.to(tl.int64) * SPLITS + split, key)
 
 
 @triton.jit(do_not_specialize=["R", "B", "GROUPS", "SPLITS", "span"])
@@ -104,14 +136,15 @@ def as_ordered(u):
 
 
 @triton.jit
-def largest_with_count(order, need, low, high):
-    """The largest o in [low, high] with at least `need` entries >= o, two bits a step; something <= low if there is none."""
+def largest_with_count(order, need, low, high, STEPS: tl.constexpr):
+    """The largest o in [low, high] with at least `need` entries >= o, two bits a step; something <= low if there is none.
+    STEPS < 16 leaves the low bits 0: something that is not above it."""
     u = as_unsigned(order)
     top = as_unsigned(high)
     differ = as_unsigned(low) ^ top
     prefix = tl.full((), 0, tl.uint32)
     one = tl.full((), 1 << 30, tl.uint32)
-    for _step in range(16):
+    for _step in range(STEPS):
         digit = (top & (3 * one)) // one  # above the first bit in which low and high differ
         if differ >= one:
             a = (u >= prefix + one).to(tl.int64)
@@ -168,7 +201,7 @@ def _filter(
         found,      # int32 [R, CAP] scratch: candidates, ordered z
         found_ids,  # int32 [R, CAP] scratch
         V, R, B, BP: tl.constexpr, RULE: tl.constexpr, GROUP: tl.constexpr, GROUPS, SPLITS, GROUPS_PADDED: tl.constexpr,
-        SPLITS_PADDED: tl.constexpr, CAP: tl.constexpr, BLOCKS: tl.constexpr):
+        SPLITS_PADDED: tl.constexpr, CAP: tl.constexpr, FEW: tl.constexpr, BLOCKS: tl.constexpr):
     row = tl.program_id(0)
     b = request_of_row(row, cu_nodes, R, B, BP)
     live = b < B
@@ -191,7 +224,7 @@ def _filter(
                 best = best_filtered(
                     logits, row, row_stride, T, K, P, M, total, tops, top, seed, prefix_len, b, cu_nodes, tokens, parents,
                     penalties, bias, bitmask, counts, listed + row.to(tl.int64) * GROUPS, found + row.to(tl.int64) * CAP,
-                    found_ids + row.to(tl.int64) * CAP, V, GROUP, GROUPS, GROUPS_PADDED, CAP, BLOCKS)
+                    found_ids + row.to(tl.int64) * CAP, V, GROUP, GROUPS, GROUPS_PADDED, CAP, FEW, BLOCKS)
         tl.debug_barrier()
         tl.store(keys + row.to(tl.int64) * SPLITS, best | bad_bit)
 
@@ -200,7 +233,7 @@ def _filter(
 def best_filtered(
         logits, row, row_stride, T, K, P, M, total, tops, top, seed, prefix_len, b, cu_nodes, tokens, parents, penalties, bias,
         bitmask, counts, listed, found, found_ids, V, GROUP: tl.constexpr, GROUPS, GROUPS_PADDED: tl.constexpr,
-        CAP: tl.constexpr, BLOCKS: tl.constexpr):
+        CAP: tl.constexpr, FEW: tl.constexpr, BLOCKS: tl.constexpr):
     """The key of a row that has filters and a finite entry. tops int32 [GROUPS_PADDED]: maxima; top: their maximum."""
     zmax = unordered(top)
     begin = tl.load(cu_nodes + b)
@@ -210,7 +243,7 @@ def best_filtered(
     least = tl.min(tl.where(at < GROUPS, tops, top), 0)
     bound = tl.full((), MINUS_INF, tl.int32)
     if K > 0:
-        bound = tl.where(K <= GROUPS, largest_with_count(tops, K, least, top), MINUS_INF)
+        bound = tl.where(K <= GROUPS, largest_with_count(tops, K, least, top, 10), MINUS_INF)
     elif P < 1.0:
         weight = tl.where(tops > MINUS_INF, mass(unordered(tops), zmax), 0)
         need = needed_mass(total, P)
@@ -239,14 +272,16 @@ def best_filtered(
     t = tl.load(prefix_len + b) + 1 + depth_of(node, begin, parents)
     seed_lo, seed_hi = seed_words(b, seed)
     best = tl.full((), NO_KEY, tl.int64)
-    if num_found <= CAP:
+    if num_found <= FEW:
+        best = best_of_few(K, P, M, total, zmax, t, seed_lo, seed_hi, found, found_ids, num_found, FEW)
+    elif num_found <= CAP:
         place = tl.arange(0, CAP)
         order = tl.load(found + place, place < num_found, other=MINUS_INF)
         ids = tl.load(found_ids + place, place < num_found, other=0)
         z = unordered(order)
         cut = tl.full((), MINUS_INF, tl.int32)
         if K > 0:
-            cut = largest_with_count(order, K, bound, top)
+            cut = largest_with_count(order, K, bound, top, 16)
         if P < 1.0:
             weight = tl.where((order > MINUS_INF) & (order >= cut), mass(z, zmax), 0)
             if K > 0:
@@ -261,6 +296,33 @@ def best_filtered(
             logits, row, row_stride, T, K, P, M, total, zmax, bound, top, num_found, t, seed_lo, seed_hi, b, node, begin, tokens,
             parents, penalties, bias, bitmask, counts, listed, num_groups, found, V, GROUP, CAP, BLOCKS)
     return best
+
+
+@triton.jit
+def best_of_few(K, P, M, total, zmax, t, seed_lo, seed_hi, found, found_ids, num_found, FEW: tl.constexpr):
+    """The winner of at most FEW candidates: every one against every other, no search for cuts."""
+    place = tl.arange(0, FEW)
+    inside = place < num_found
+    order = tl.load(found + place, inside, other=MINUS_INF)
+    ids = tl.load(found_ids + place, inside, other=0)
+    z = unordered(order)
+    higher = tl.zeros((FEW,), tl.int32)  # entries above this one: count and mass
+    above = tl.zeros((FEW,), tl.int64)
+    for first in range(0, num_found, 16):
+        at = first + tl.arange(0, 16)
+        other = tl.load(found + at, at < num_found, other=MINUS_INF)
+        weight = tl.where(other > MINUS_INF, mass(unordered(other), zmax), 0)
+        greater = other[None, :] > order[:, None]
+        higher += tl.sum(greater.to(tl.int32), 1)
+        above += tl.sum(tl.where(greater, weight[None, :], 0), 1)
+    keep = inside & ((K == 0) | (higher < K))
+    if P < 1.0:
+        if K > 0:
+            total = tl.sum(tl.where(keep, mass(z, zmax), 0), 0)
+        keep = keep & (above < needed_mass(total, P))
+    if M > 0.0:
+        keep = keep & (exp_below(tl.where(keep, z, zmax), zmax) >= M)
+    return tl.max(tl.where(keep, make_key(z + noise_of_ids(ids, t, seed_lo, seed_hi), ids), NO_KEY), 0)
 
 
 @triton.jit
