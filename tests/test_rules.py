@@ -89,7 +89,8 @@ def test_schema_conventions(op):
 
 
 def test_cuda_sources_are_named_after_ops():
-    assert [p.name for p in native(".cu") if p.stem not in OPS] == []
+    """An op's instantiations may be spread over <op>_<kind>.cu."""
+    assert [p.name for p in native(".cu") if p.stem not in OPS and p.stem.rpartition("_")[0] not in OPS] == []
 
 
 def test_cmake_lists_every_source():

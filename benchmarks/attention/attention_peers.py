@@ -55,7 +55,7 @@ def xqa_mask(x: Inputs) -> torch.Tensor:
     bits = torch.zeros(batch, nodes, width * 16, dtype=torch.int32, device=x.q.device)
     bits[..., :nodes] = x.tree.int()
     words = (bits.view(batch, nodes, width, 16) << torch.arange(16, device=x.q.device)).sum(-1)
-    return words.to(torch.int32).to(torch.uint16).contiguous()
+    return torch.where(words < 2**15, words, words - 2**16).to(torch.int16).view(torch.uint16)
 
 
 def xqa(sets: list) -> tuple:

@@ -6,6 +6,7 @@
 // node row: one Philox call serves all four.
 #pragma once
 #include "accept/head_score.cuh"
+#include "algo/convert.h"
 #include "common/ptx.cuh"
 
 namespace fv {
@@ -19,7 +20,7 @@ __device__ __forceinline__ void publish_keys(const HeadArgs& a, const HeadShared
 __device__ __forceinline__ void read_bounds(const HeadArgs& a, const HeadShared& s, int64_t row0, int n) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         if (s.row[i].mode != kHeadKey) continue;
-        const Key seen = *const_cast<const volatile Key*>(a.keys + row0 + i), key = seen > s.best[i] ? seen : s.best[i];
+        const Word seen = *const_cast<const volatile Word*>(a.keys + row0 + i), key = seen > s.best[i] ? seen : s.best[i];
         if (key) s.bound[i] = from_ordered_bits(static_cast<uint32_t>(key >> 32));
     }
 }
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
 #pragma unroll
         for (int i = 0; i < kHeadTile / kAtOnce; ++i) {
             const int r = first_row + kAtOnce * i;
-            const bool ok = inside && v + kAtOnce * i < a.vocab;
+            const bool ok = inside && v + kAtOnce * i < a.task.in.vocab;
             cp_async_16(stage + r * kRowBytes + ((chunk16 ^ (r >> 2 & 7)) << 4),
                         ok ? w + kAtOnce * i * a.weight_stride : a.weight, ok);
         }
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
         for (int i = 0; i < (kRows + kAtOnce - 1) / kAtOnce; ++i) {
             const int r = first_row + kAtOnce * i;
             if (r >= kRows) break;
-            const bool ok = inside && row0 + r < a.rows;
+            const bool ok = inside && row0 + r < a.task.in.rows;
             cp_async_16(stage + kWeightBytes + r * kRowBytes + ((chunk16 ^ (r & 7)) << 4),
                         ok ? x + kAtOnce * i * a.hidden_stride : a.hidden, ok);
         }
@@ -200,14 +201,14 @@ __global__ void __launch_bounds__(kHeadThreads) head_simt_kernel(const HeadArgs 
     const int chunk = static_cast<int>(blockIdx.x) % plan.chunks, slot = static_cast<int>(blockIdx.x) / plan.chunks;
     const int64_t row0 = static_cast<int64_t>(chunk) * kRows;
     describe_rows(a, row0, kRows, s);
-    const int64_t groups = (a.vocab + 3) / 4;
+    const int64_t groups = (a.task.in.vocab + 3) / 4;
     for (int64_t base = static_cast<int64_t>(slot) * 4; base < groups; base += static_cast<int64_t>(plan.slots) * 4) {
         const int64_t v = 4 * (base + warp);
         float acc[4][kRows] = {};
         for (int64_t c = lane; c < a.hidden_size; c += 32) {
             float w[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) w[j] = v + j < a.vocab ? head_element(a.weight, a.weight_type, (v + j) * a.weight_stride + c) : 0.0f;
+            for (int j = 0; j < 4; ++j) w[j] = v + j < a.task.in.vocab ? head_element(a.weight, a.weight_type, (v + j) * a.weight_stride + c) : 0.0f;
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
                 if (s.row[r].mode == kHeadSkip) continue;
@@ -224,7 +225,7 @@ __global__ void __launch_bounds__(kHeadThreads) head_simt_kernel(const HeadArgs 
                 const float sum = warp_sum(acc[j][r]);
                 if (lane == r) x[j] = sum;
             }
-        if (lane < kRows && v < a.vocab) take_logits(a, s, lane, row0 + lane, v, x);
+        if (lane < kRows && v < a.task.in.vocab) take_logits(a, s, lane, row0 + lane, v, x);
     }
     __syncthreads();
     publish_keys(a, s, row0, kRows);

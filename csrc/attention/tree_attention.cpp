@@ -2,6 +2,7 @@
 // tree_attention on the CPU: checks, blocks of at most 96 query rows, a queue of units shared by the threads.
 // The arithmetic of a row is fixed by attend_block.h; how units are cut and who takes them changes no bit.
 #include "attention/attend_block.h"
+#include "attention/attention_args.h"
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -119,34 +120,9 @@ void tree_attention_cpu(const Tensor q, const Tensor k_cache, const Tensor v_cac
                         const std::optional<Tensor> k_scale, const std::optional<Tensor> v_scale, Tensor out,
                         const std::optional<Tensor> lse, const std::optional<Tensor> /*workspace*/, int64_t row_base,
                         double scale, int64_t window, double softcap) {
-    constexpr auto F32 = ScalarType::Float, I32 = ScalarType::Int;
-    check_tensor(kOp, "q", q, {F32, ScalarType::BFloat16, ScalarType::Half}, {kAny, kAny, kAny}, q, true);
-    const int64_t rows = q.size(0), heads = q.size(1), d = q.size(2);
-    check_tensor(kOp, "k_cache", k_cache, {F32, ScalarType::BFloat16, ScalarType::Half, ScalarType::Float8_e4m3fn},
-                 {kAny, kAny, kAny, d}, q, true);
-    const int64_t kv_heads = k_cache.size(2);
-    check_tensor(kOp, "v_cache", v_cache, {k_cache.scalar_type()},
-                 {k_cache.size(0), k_cache.size(1), kv_heads, d}, q, true);
-    FV_CHECK(kv_heads >= 1 && heads % kv_heads == 0, kOp, ": q must have a multiple of the cache's ", kv_heads,
-             " kv heads; got ", describe(q), ". Fix: pass q [R, Hq, D] and caches [pages, page_size, Hkv, D].");
-    FV_CHECK(d >= 1 && d <= 1024 && k_cache.size(1) >= 1, kOp, ": head_dim must be in [1, 1024] and page_size >= 1; got ",
-             describe(k_cache), ". Fix: pass caches [pages, page_size, Hkv, D].");
-    check_tensor(kOp, "prefix_len", prefix_len, {I32}, {kAny}, q);
-    const int64_t requests = prefix_len.size(0);
-    check_tensor(kOp, "cu_nodes", cu_nodes, {I32}, {requests + 1}, q);
-    check_tensor(kOp, "page_table", page_table, {I32}, {requests, kAny}, q, true);
-    check_optional(kOp, "mask", mask, {ScalarType::Long}, {rows, kAny}, q, true);
-    check_optional(kOp, "sinks", sinks, {F32}, {heads}, q);
-    check_tensor(kOp, "out", out, {q.scalar_type()}, {rows, heads, d}, q, true);
-    check_optional(kOp, "lse", lse, {F32}, {rows, heads}, q, true);
-    FV_CHECK(row_base >= 0, kOp, ": row_base must be >= 0; got ", row_base,
-             ". Fix: pass the forest column of each request's first row.");
-    FV_CHECK(window >= 0 && window <= INT32_MAX, kOp, ": window must be in [0, 2^31); got ", window,
-             ". Fix: pass 0 for full attention.");
-    FV_CHECK(softcap >= 0 && std::isfinite(softcap), kOp, ": softcap must be finite and >= 0; got ", softcap,
-             ". Fix: pass 0 for none.");
-    FV_CHECK(std::isfinite(scale), kOp, ": scale must be finite; got ", scale, ". Fix: pass head_dim ** -0.5.");
-    const HeadScale ks(kOp, "k_scale", k_scale, kv_heads, q), vs(kOp, "v_scale", v_scale, kv_heads, q);
+    const auto [rows, heads, d, kv_heads, requests, ks, vs] =
+        check_attention(kOp, q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, sinks, k_scale, v_scale, out, lse,
+                        row_base, scale, window, softcap);
     const PageTable pages(page_table, k_cache.size(1), k_cache.size(0));
     const int32_t *cu = cptr<int32_t>(cu_nodes), *prefix = cptr<int32_t>(prefix_len);
     check_cu_nodes(kOp, cu, requests, rows);

@@ -34,14 +34,11 @@ __global__ void __launch_bounds__(kThreads) all_gather_small_kernel(
         store_vector(out + exchange.rank * n, i, n, v);
     }
     for (int64_t i = thread; i < vectors; i += threads) {
+        uint4 got[kMaxRanks];
+        exchange.take(((1u << args.world) - 1) & ~(1u << exchange.rank), kGatherRegion, i, got);
 #pragma unroll
         for (int r = 0; r < kMaxRanks; ++r) {
-            if (r >= args.world || r == exchange.rank) continue;
-            const auto from = exchange.slot(exchange.rank, kGatherRegion, r);
-            bool ready = false;
-            uint4 v = make_uint4(kEmpty, kEmpty, kEmpty, kEmpty);
-            if (!exchange.failed) v = exchange.look(from, i, &ready);
-            store_vector(out + r * n, i, n, exchange.take(from, r, kGatherRegion, i, v, ready));
+            if (r < args.world && r != exchange.rank) store_vector(out + r * n, i, n, got[r]);
         }
     }
 }

@@ -11,7 +11,7 @@
 namespace fv {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 384;  // so that 168 registers a thread are allowed
 constexpr int kPrefetchBlocks = 32;
 constexpr int64_t kLine = 128;
 

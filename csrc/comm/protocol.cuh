@@ -58,7 +58,7 @@ struct Exchange {
         epoch = scratch[0];
         failed = scratch[1] != 0;
         buffer = epoch % kCommBuffers;
-        if (failed && threadIdx.x == 0) report(kPoisonedByPeer, rank, 9);
+        if (failed && threadIdx.x == 0) report(kPoisonedByPeer, 0, 9);
     }
 
     static __device__ __forceinline__ uint32_t* poison_of(uint8_t* slab) { return reinterpret_cast<uint32_t*>(slab); }
@@ -113,61 +113,62 @@ struct Exchange {
         whole(v);
     }
 
-    // One look at vector i; *ready says whether it was complete.
-    __device__ __forceinline__ uint4 look(const Slot& from, int64_t i, bool* ready) const {
-        if (from.tagged) {
-            const uint4 a = ld_relaxed_sys_16(from.data + i * 32), b = ld_relaxed_sys_16(from.data + i * 32 + 16);
-            *ready = a.y == epoch && a.w == epoch && b.y == epoch && b.w == epoch;
-            return make_uint4(a.x, a.z, b.x, b.z);
-        }
-        const uint4 v = ld_relaxed_sys_16(from.data + i * 16);
-        *ready = v.x != kEmpty && v.y != kEmpty && v.z != kEmpty && v.w != kEmpty;
-        return v;
-    }
-
-    // Waits for vector i from `source`, takes it and leaves the slot empty. After a failure: all words NaN. (v, ready):
-    // what an earlier look gave.
-    __device__ __forceinline__ uint4 take(const Slot& from, int source, int region, int64_t i, uint4 v, bool ready) {
-        if (!ready && !failed) v = wait(from, source, i, region);
-        if (failed) return make_uint4(kEmpty, kEmpty, kEmpty, kEmpty);
-        if (!from.tagged) st_relaxed_sys_16(from.data + i * 16, make_uint4(kEmpty, kEmpty, kEmpty, kEmpty));
-        return v;
-    }
-
-    __device__ __noinline__ uint4 wait(const Slot& from, int source, int64_t i, int stage) {
+    // Waits for vector i from every rank in `sources` (bits), takes them and leaves the slots empty. After a failure all
+    // words are NaN. One loop for all sources: their latencies overlap.
+    __device__ __forceinline__ void take(uint32_t sources, int region, int64_t i, uint4 (&got)[kMaxRanks]) {
+#pragma unroll
+        for (int r = 0; r < kMaxRanks; ++r) got[r] = make_uint4(kEmpty, kEmpty, kEmpty, kEmpty);
+        const bool tagged = args.mailbox || region == kGatherRegion;
+        uint32_t pending = failed ? 0 : sources;
         uint64_t start = 0;
         for (uint32_t spins = 1;; ++spins) {
-            bool ready;
-            const uint4 v = look(from, i, &ready);
-            if (ready) return v;
+#pragma unroll
+            for (int r = 0; r < kMaxRanks; ++r) {
+                if (!(pending >> r & 1)) continue;
+                const uint8_t* from = slot(rank, region, r).data;
+                if (tagged) {
+                    const uint4 a = ld_relaxed_sys_16(from + i * 32), b = ld_relaxed_sys_16(from + i * 32 + 16);
+                    got[r] = make_uint4(a.x, a.z, b.x, b.z);
+                    if (a.y == epoch && a.w == epoch && b.y == epoch && b.w == epoch) pending &= ~(1u << r);
+                } else {
+                    got[r] = ld_relaxed_sys_16(from + i * 16);
+                    if (got[r].x != kEmpty && got[r].y != kEmpty && got[r].z != kEmpty && got[r].w != kEmpty) pending &= ~(1u << r);
+                }
+            }
+            if (pending == 0) break;
             if (spins % kSpinsPerLook == 0) {
                 const uint64_t now = global_timer();
                 if (start == 0) start = now;
                 const bool poisoned =
                     ld_relaxed_sys(&me.state[kPoison]) != 0 || ld_relaxed_sys(poison_of(me.slabs[rank])) != 0;
                 if (poisoned || now - start > args.deadline_ns) {
-                    give_up(poisoned ? kPoisonedByPeer : kTimeout, source, stage);
-                    return v;
+                    give_up(poisoned ? kPoisonedByPeer : kTimeout, pending, region);
+                    break;
                 }
                 if (spins > kSpinsBeforeNap) __nanosleep(200);
             }
             spin_pause();
         }
+#pragma unroll
+        for (int r = 0; r < kMaxRanks; ++r) {
+            if (!(sources >> r & 1)) continue;
+            if (failed) got[r] = make_uint4(kEmpty, kEmpty, kEmpty, kEmpty);
+            else if (!tagged) st_relaxed_sys_16(slot(rank, region, r).data + i * 16, make_uint4(kEmpty, kEmpty, kEmpty, kEmpty));
+        }
     }
 
     // This rank is lost: say so on the host page and to every peer, and stop waiting.
-    __device__ __forceinline__ void give_up(uint32_t why, int missing, int stage) {
+    __device__ __forceinline__ void give_up(uint32_t why, uint32_t missing, int stage) {
         failed = true;
         report(why, missing, stage);
         st_relaxed_sys(&me.state[kPoison], 1);
         for (int r = 0; r < args.world; ++r) st_relaxed_sys(poison_of(me.slabs[r]), 1u + rank);
     }
-    __device__ __forceinline__ void report(uint32_t why, int missing, int stage) {
-        if (missing != rank) atomicOr(&me.state[kMissingMask], 1u << missing);
+    __device__ __forceinline__ void report(uint32_t why, uint32_t missing, int stage) {
+        atomicOr(&me.state[kMissingMask], missing);
         st_relaxed_sys(&me.status[kMissingMask], ld_relaxed_sys(&me.state[kMissingMask]));
         if (ld_relaxed_sys(&me.status[kFailure]) != kNoFailure) return;
         st_relaxed_sys(&me.status[kFailedRank], rank);
-        st_relaxed_sys(&me.status[kMissingRank], missing);
         st_relaxed_sys(&me.status[kFailedEpoch], epoch);
         st_relaxed_sys(&me.status[kFailedStage], stage);
         st_relaxed_sys(&me.status[kFailure], why);

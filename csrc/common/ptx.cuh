@@ -55,6 +55,29 @@ __device__ __forceinline__ void mma_16816_f16(float (&d)[4], const uint32_t (&a)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// ---- arithmetic -------------------------------------------------------------------------------------------
+// 2^x, relative error below 2^-22; -inf gives 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// Two fp8 e4m3 (low 16 bits) -> two f16, exact.
+__device__ __forceinline__ uint32_t e4m3x2_to_f16x2(uint32_t v) {
+#if __CUDA_ARCH__ >= 890
+    uint32_t r;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(static_cast<uint16_t>(v)));
+    return r;
+#else
+    const uint32_t x = __byte_perm(v, 0, 0x1404);  // each byte in the upper half of 16 bits
+    const uint32_t h = (x & 0x80008000u) | (x >> 1 & 0x3f803f80u);  // value * 2^-8: f16's exponent bias is 8 larger
+    uint32_t r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(h), "r"(0x5c005c00u));
+    return (v & 0x7f) == 0x7f || (v & 0x7f00) == 0x7f00 ? r | ((v & 0x7f) == 0x7f ? 0x7e00u : 0u) |
+           ((v & 0x7f00) == 0x7f00 ? 0x7e000000u : 0u) : r;  // NaN stays NaN
+#endif
+}
+
 // ---- memory order and hints -------------------------------------------------------------------------------
 __device__ __forceinline__ uint32_t ld_acquire(const uint32_t* p) {
     uint32_t v;
@@ -77,6 +100,37 @@ __device__ __forceinline__ uint4 load_streaming_16(const void* p) {
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
+}
+
+// ---- clusters (sm_90 and newer; elsewhere a block is a cluster of its own) ----------------------------------
+// Barrier of all threads of the cluster: what they wrote before it, shared memory included, is visible after it.
+__device__ __forceinline__ void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+// This block's rank in its cluster.
+__device__ __forceinline__ uint32_t cluster_rank() {
+#if __CUDA_ARCH__ >= 900
+    uint32_t r;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+#else
+    return 0;
+#endif
+}
+// The same shared memory object in another block of the cluster.
+template <class T>
+__device__ __forceinline__ T* cluster_map(T* p, uint32_t rank) {
+#if __CUDA_ARCH__ >= 900
+    uint64_t q;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(q) : "l"(reinterpret_cast<uint64_t>(p)), "r"(rank));
+    return reinterpret_cast<T*>(q);
+#else
+    return p;
+#endif
 }
 
 // ---- words shared with other GPUs and the host ------------------------------------------------------------

@@ -22,6 +22,7 @@ static_assert(kGroups >= kMaxBeam, "the bound needs k group maxima");
 
 struct Float {
     using Storage = float;
+    static constexpr int kPer = 4;  // entries of 16 bytes
     static __device__ __forceinline__ float decode(const uint4& v, int j) {
         return bits_to_float(j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w);
     }
@@ -33,23 +34,28 @@ __device__ __forceinline__ uint16_t half_of(const uint4& v, int j) {
 }
 struct Half {
     using Storage = uint16_t;
+    static constexpr int kPer = 8;
     static __device__ __forceinline__ float decode(const uint4& v, int j) { return half_to_float(half_of(v, j)); }
     static __device__ __forceinline__ float decode(uint16_t x) { return half_to_float(x); }
 };
 struct BFloat16 {
     using Storage = uint16_t;
+    static constexpr int kPer = 8;
     static __device__ __forceinline__ float decode(const uint4& v, int j) { return bf16_to_float(half_of(v, j)); }
     static __device__ __forceinline__ float decode(uint16_t x) { return bf16_to_float(x); }
 };
 
-// f(value, id) for every entry of the row that this thread owns: 16-byte loads, four in flight; the ends one by one.
-template <class Type, class F>
-__device__ __forceinline__ void each_entry(const typename Type::Storage* __restrict__ row, int n, const F& f) {
-    constexpr int kPer = 16 / sizeof(typename Type::Storage), kBatch = 4;
+// f(values, count, first id) for runs of entries of the row that this thread owns: 16-byte loads, kBatch in flight; the
+// ends one by one. Unused values are -inf.
+template <class Type, int kBatch, class F>
+__device__ __forceinline__ void each_run(const typename Type::Storage* __restrict__ row, int n, const F& f) {
+    constexpr int kPer = Type::kPer;
     const int unaligned = static_cast<int>((16 - (reinterpret_cast<uintptr_t>(row) & 15)) & 15) /
                           static_cast<int>(sizeof(typename Type::Storage));
     const int head = unaligned < n ? unaligned : n, vectors = (n - head) / kPer, tail = head + vectors * kPer;
     const uint4* __restrict__ body = reinterpret_cast<const uint4*>(row + head);
+    float x[kPer];
+#pragma unroll 1
     for (int first = threadIdx.x; first < vectors; first += kBatch * kThreads) {
         uint4 raw[kBatch];
 #pragma unroll
@@ -62,15 +68,23 @@ __device__ __forceinline__ void each_entry(const typename Type::Storage* __restr
             const int v = first + u * kThreads;
             if (v >= vectors) break;
 #pragma unroll
-            for (int j = 0; j < kPer; ++j) f(Type::decode(raw[u], j), head + v * kPer + j);
+            for (int j = 0; j < kPer; ++j) x[j] = Type::decode(raw[u], j);
+            f(x, kPer, head + v * kPer);
         }
     }
-    const int end = threadIdx.x;  // the fewer than kPer entries before and after
-    if (end < head) f(Type::decode(row[end]), end);
-    if (end < n - tail) f(Type::decode(row[tail + end]), tail + end);
+#pragma unroll
+    for (int j = 1; j < kPer; ++j) x[j] = minus_infinity();
+#pragma unroll 1
+    for (int end = 0; end < 2; ++end) {  // the fewer than kPer entries before and after
+        const int id = end ? tail + static_cast<int>(threadIdx.x) : static_cast<int>(threadIdx.x);
+        if (id >= (end ? n : head)) continue;
+        x[0] = Type::decode(row[id]);
+        f(x, 1, id);
+    }
 }
 
-__device__ __forceinline__ float finite_or_lowest(float x) { return x <= 3.402823466e+38f ? x : minus_infinity(); }
+constexpr float kFloatMax = 3.402823466e+38f;
+__device__ __forceinline__ float finite_or_lowest(float x) { return x <= kFloatMax ? x : minus_infinity(); }
 
 template <class Type>
 __global__ void __launch_bounds__(kThreads) draft_topk_kernel(
@@ -99,10 +113,16 @@ __global__ void __launch_bounds__(kThreads) draft_topk_kernel(
     const typename Type::Storage* const row = logits + r * stride;
 
     float best = minus_infinity();
-    each_entry<Type>(row, n, [&](float x, int) { best = fmaxf(best, x); });  // fmaxf drops NaN
-    if (best > 3.402823466e+38f) {                                           // +inf is left out too
+    each_run<Type, 4>(row, n, [&](const float (&x)[Type::kPer], int, int) {
+#pragma unroll
+        for (int j = 0; j < Type::kPer; ++j) best = fmaxf(best, x[j]);  // drops NaN
+    });
+    if (best > kFloatMax) {  // +inf is left out too
         best = minus_infinity();
-        each_entry<Type>(row, n, [&](float x, int) { best = fmaxf(best, finite_or_lowest(x)); });
+        each_run<Type, 1>(row, n, [&](const float (&x)[Type::kPer], int, int) {
+#pragma unroll
+            for (int j = 0; j < Type::kPer; ++j) best = fmaxf(best, finite_or_lowest(x[j]));
+        });
     }
     best += 0.0f;
 #pragma unroll
@@ -122,21 +142,34 @@ __global__ void __launch_bounds__(kThreads) draft_topk_kernel(
 
     const float top = top_shared, bound = bound_shared;
     const bool empty = top == minus_infinity();
+    const float finite_top = empty ? 0.0f : top;
     uint64_t mass = 0;
-    each_entry<Type>(row, n, [&](float raw, int id) {
-        const float x = finite_or_lowest(raw) + 0.0f;
-        if (!empty) mass += mass_of(x, top);
-        if (x >= bound) {
-            const uint32_t at = atomicAdd(&found, 1u);
-            if (at < kCandidates) keys[at] = short_key(ordered_bits(x), static_cast<uint32_t>(id));
+    each_run<Type, 4>(row, n, [&](const float (&raw)[Type::kPer], int count, int first) {
+        float x[Type::kPer], largest = minus_infinity();
+#pragma unroll
+        for (int j = 0; j < Type::kPer; ++j) {
+            x[j] = finite_or_lowest(raw[j]);
+            mass += mass_of(x[j], finite_top);  // 0 for -inf
+            largest = fmaxf(largest, x[j]);
+        }
+        if (largest >= bound) {
+#pragma unroll
+            for (int j = 0; j < Type::kPer; ++j) {
+                if (j >= count || x[j] < bound) continue;
+                const uint32_t at = atomicAdd(&found, 1u);
+                if (at < kCandidates) keys[at] = short_key(ordered_bits(x[j] + 0.0f), static_cast<uint32_t>(first + j));
+            }
         }
     });
     mass = block_reduce(mass, [](uint64_t a, uint64_t b) { return a + b; }, sums);
     uint32_t count = found;
     if (count > kCandidates) {
         const auto each_key = [&](const auto& f) {
-            each_entry<Type>(row, n, [&](float raw, int id) {
-                f(short_key(ordered_bits(finite_or_lowest(raw) + 0.0f), static_cast<uint32_t>(id)));
+            each_run<Type, 1>(row, n, [&](const float (&x)[Type::kPer], int count, int first) {
+#pragma unroll
+                for (int j = 0; j < Type::kPer; ++j) {
+                    if (j < count) f(short_key(ordered_bits(finite_or_lowest(x[j]) + 0.0f), static_cast<uint32_t>(first + j)));
+                }
             });
         };
         const uint64_t cut = block_select(each_key, static_cast<uint64_t>(ordered_bits(bound)) << kIdBits,

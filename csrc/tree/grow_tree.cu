@@ -38,7 +38,7 @@ struct GrowTree {
 template <class Unit>
 __device__ __forceinline__ void copy_rows(char* dst, const char* src, int64_t stride, int64_t bytes, int k, const int* source) {
     const int per_row = static_cast<int>(bytes / static_cast<int64_t>(sizeof(Unit)));
-    constexpr int kBatch = 4;
+    constexpr int kBatch = 8;
     const int total = k * per_row;
     for (int first = threadIdx.x; first < total; first += kBatch * kThreads) {
         Unit data[kBatch];
@@ -79,12 +79,10 @@ __global__ void __launch_bounds__(kThreads) grow_tree_kernel(const GrowTree g) {
     const int64_t level = g.level;
 
     // the place of this request among the active ones
-    int64_t before = 0, total = 0;
-    for (int64_t first = 0; first < g.batch; first += kThreads) {
+    int64_t before = 0;
+    for (int64_t first = 0; first < b; first += kThreads) {
         const int64_t i = first + t;
-        const bool live = i < g.batch && g.active[i] != 0;
-        before += __syncthreads_count(live && i < b);
-        total += __syncthreads_count(live);
+        before += __syncthreads_count(i < b && g.active[i] != 0);
     }
     if (b >= g.batch) {  // an empty batch
         if (level == 0 && t == 0) g.cu_nodes[0] = 0;
@@ -96,6 +94,11 @@ __global__ void __launch_bounds__(kThreads) grow_tree_kernel(const GrowTree g) {
         g.cu_nodes[b + 1] = static_cast<int32_t>(k * (before + live));
     }
     if (!live) {  // the (b - before)-th inactive request
+        int64_t total = before;
+        for (int64_t first = b; first < g.batch; first += kThreads) {
+            const int64_t i = first + t;
+            total += __syncthreads_count(i < g.batch && g.active[i] != 0);
+        }
         const int64_t row = k * (total + b - before);
         if (t < k) {
             g.scores[row + t] = 0.0f;
@@ -156,12 +159,14 @@ __global__ void __launch_bounds__(kThreads) grow_tree_kernel(const GrowTree g) {
     for (int i = t; i < k * words; i += kThreads) old_mask[i] = g.mask[row * words + i];
     __syncthreads();
     if (count <= kByCounting) {
-        if (t < count) {
-            const uint64_t own = keys[t];
-            int rank = 0;
-            for (int i = 0; i < count; ++i) rank += keys[i] > own;
-            if (rank < k) best[rank] = own;
-        }
+        const int share = kThreads / kByCounting, c = t / share;  // threads of a candidate
+        const uint64_t own = c < count ? keys[c] : 0;
+        int rank = 0;
+#pragma unroll 4
+        for (int i = t % share; i < count; i += share) rank += keys[i] > own;
+#pragma unroll
+        for (int d = share / 2; d > 0; d >>= 1) rank += __shfl_xor_sync(kFullWarp, rank, d);
+        if (c < count && t % share == 0 && rank < k) best[rank] = own;
     } else {
         low = block_reduce(low, [](uint64_t a, uint64_t b) { return a < b ? a : b; }, limits);
         __syncthreads();

@@ -7,6 +7,32 @@ import torch
 from .. import _ops
 
 
+COUNTER_BYTES = 4096  # csrc/algo/attention_plan.h
+
+
+def workspace_bytes(rows: int, batch: int, q_heads: int, kv_heads: int, head_dim: int, sms: int) -> int:
+    """Bytes that suffice for every call with these sizes on a GPU of `sms` multiprocessors (csrc/algo/attention_plan.h)."""
+    wide, want = head_dim > 128, -(-rows // max(batch, 1)) * (q_heads // kv_heads)
+    tile, most = (32, 64) if wide else (16, 128)
+    while tile < min(want, most):
+        tile *= 2
+    return COUNTER_BYTES + 4 * sms * tile * (head_dim + 2) * 4
+
+
+def workspace_for(q: torch.Tensor, k_cache: torch.Tensor, batch: int) -> Optional[torch.Tensor]:
+    """Workspace of the CUDA kernel for q [R, Hq, D] of `batch` requests; None where none is used (other devices).
+
+    One call at a time may use it; calls in stream order may share it, whatever their lengths, while R, B and heads stay.
+    """
+    if q.device.type != "cuda":
+        return None
+    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    nbytes = workspace_bytes(q.shape[0], batch, q.shape[1], k_cache.shape[2], q.shape[2], sms)
+    space = torch.empty(nbytes, dtype=torch.uint8, device=q.device)
+    space[:COUNTER_BYTES].zero_()
+    return space
+
+
 def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cu_nodes: torch.Tensor,
                    prefix_len: torch.Tensor, page_table: torch.Tensor, *, mask: Optional[torch.Tensor] = None,
                    row_base: int = 0, scale: Optional[float] = None, window: int = 0, softcap: float = 0.0,
@@ -25,7 +51,8 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     share a position. scale None: D ** -0.5. softcap > 0: s = softcap * tanh(s / softcap). sinks float32 [Hq]: one more
     logit per head in the denominator. k_scale, v_scale float32 [1] or [Hkv] multiply K and V; None is 1.
     lse float32 [R, Hq], written when given: natural log of the sum over keys, sinks excluded.
-    schedule: from prepare_tree; workspace: scratch of the CUDA kernel. The CPU kernel uses neither.
+    workspace: uint8 from workspace_for, for the CUDA kernel to split long prefixes; made anew when not given (one more
+        small kernel). schedule: from prepare_tree; today's kernels find their share of the work from the lengths.
 
     Padding rows and rows that see nothing: out 0, lse -inf. Slots that a row does not see never reach it, NaN or not.
     On the CPU a row's bits depend on its own keys only: not on the batch, the page size, the thread count, nor on whether
@@ -36,6 +63,8 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if workspace is None:
+        workspace = workspace_for(q, k_cache, prefix_len.shape[0])
     _ops.require_kernel("tree_attention", q.device)
     _ops.get("tree_attention")(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, schedule, sinks, k_scale, v_scale, out,
                                lse, workspace, row_base, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap)

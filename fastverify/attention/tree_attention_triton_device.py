@@ -120,8 +120,11 @@ def cell_offsets(pos, start, page_row, pages, table_columns, ok, page_stride, sl
 
 @triton.jit
 def operand(x, query, DOT_F32: tl.constexpr, E4M3: tl.constexpr):
-    """Cache elements as dot operands: exact. fp8 e4m3 arrives as bits: as float16 it has the exponent bias 15 for 7."""
-    if E4M3:
+    """Cache elements as dot operands: exact. fp8 e4m3 arrives as bits (E4M3 2: the GPU converts them; 1: by hand, as
+    float16, whose exponent bias is 15 for 7)."""
+    if E4M3 == 2:
+        x = x.to(tl.float8e4nv, bitcast=True)
+    elif E4M3 == 1:
         bits = x.to(tl.uint16)
         wide = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
         x = tl.where((bits & 0x7F) == 0x7F, float("nan"), wide)

@@ -258,7 +258,7 @@ class _Run:
                              schedule=plan.prepared.schedule), self.cache, self.d.aux_layers)
             logits = self.target.logits(hidden)
         with self.stats.timer("verify"):
-            self._accept(logits, t.tokens, t.parents, t.cu_nodes, req, plan.out)
+            self._accept(logits, t.tokens, t.parents, t.cu_nodes, req, plan)
             compact_kv(self.cache.k, self.cache.v, plan.out.path, plan.out.num_tokens_out, req.prefix_len, req.page_table,
                        cu_nodes=t.cu_nodes, aux=aux, aux_out=plan.aux_out, cu_out=plan.cu_out)
         spans = self._emit(plan, shape)
@@ -282,11 +282,11 @@ class _Run:
                 return OFF  # nothing in the text matches: one row, not a padded tree
         return self.shape
 
-    def _accept(self, logits, tokens, parents, cu_nodes, req: Requests, out) -> None:
+    def _accept(self, logits, tokens, parents, cu_nodes, req: Requests, plan: VerifyPlan) -> None:
         verify_tree(logits, tokens, parents, cu_nodes, req.prefix_len, req.active, req.remaining, req.sampling,
                     stop_ids=req.stop_ids, bias=req.bias, penalties=req.penalties, counts=req.counts,
-                    vocab_size=self.target.config.vocab_size, out=out)
-        req.active *= (out.flags & int(_DONE)) == 0
+                    vocab_size=self.target.config.vocab_size, out=plan.out, workspace=plan.verify_workspace)
+        req.active *= (plan.out.flags & int(_DONE)) == 0
 
     # ---- drafting ------------------------------------------------------------------------------------------------
 
@@ -345,7 +345,7 @@ class _Run:
                 if final:  # the last prompt token is the root of a one-node tree at position len(prompt) - 1
                     req.prefix_len -= 1
                     self._accept(self.target.logits(hidden[-1:]), batch.tokens[-1:], plan.no_pool[2][0],
-                                 torch.tensor([0, 1], dtype=torch.int32, device=hidden.device), req, plan.out)
+                                 torch.tensor([0, 1], dtype=torch.int32, device=hidden.device), req, plan)
                     req.prefix_len += 1
                     spans += self._collect(plan, [b])
                     torch.where(plan.out.num_tokens_out > 0, plan.out.next_root.int(), req.root, out=req.root)

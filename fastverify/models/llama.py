@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ..attention.rope_append import rope_append
-from ..attention.tree_attention import tree_attention
+from ..attention.tree_attention import tree_attention, workspace_for
 from .batch import ForwardBatch, KVCache
 from .config import LoadError, ModelConfig
 from .linear import add_linear, linear
@@ -85,8 +85,10 @@ class LlamaModel:
             k_cache, v_cache = cache.k[i], cache.v[i]
             rope_append(q, k, v, batch.positions, batch.slots, self.cos_sin, k_cache, v_cache, q_norm=w.q_norm,
                         k_norm=w.k_norm, eps=eps)
+            if i == 0:
+                workspace = workspace_for(q, k_cache, batch.prefix_len.shape[0])
             a = tree_attention(q, k_cache, v_cache, batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
-                               row_base=batch.row_base, schedule=batch.schedule)
+                               row_base=batch.row_base, schedule=batch.schedule, workspace=workspace)
             add_linear(h, a.view(rows, -1), w.o, w.o_bias)
             gate_up = linear(F.rms_norm(h, size, w.post_norm, eps), w.gate_up, w.gate_up_bias)
             x = F.silu(gate_up[:, :width], inplace=True).mul_(gate_up[:, width:])

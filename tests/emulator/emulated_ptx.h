@@ -71,6 +71,16 @@ inline void mma_16816_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, ui
     emulated_mma<emulated_f16>(d, a, b0, b1);
 }
 
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline uint32_t e4m3x2_to_f16x2(uint32_t v) {
+    uint32_t r = 0;
+    for (int i = 0; i < 2; ++i) {
+        const __half h = __half(__nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(v >> 8 * i), __NV_E4M3));
+        r |= static_cast<uint32_t>(static_cast<__half_raw>(h).x) << 16 * i;
+    }
+    return r;
+}
+
 inline uint32_t ld_acquire(const uint32_t* p) { return *p; }
 inline void st_release(uint32_t* p, uint32_t v) { *p = v; }
 inline uint32_t atomic_add_acq_rel(uint32_t* p, uint32_t v) {
@@ -92,5 +102,13 @@ inline uint64_t global_timer() {
     return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
 }
 inline void spin_pause() { emu::spin(); }
+
+inline void cluster_barrier() { emu::cluster_barrier(); }
+inline uint32_t cluster_rank() { return emu::block_idx.x % emu::cluster_blocks; }
+template <class T>
+T* cluster_map(T* p, uint32_t rank) {
+    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(p) - reinterpret_cast<uintptr_t>(emu::dynamic_memory) +
+                                reinterpret_cast<uintptr_t>(emu::cluster_memory(rank)));
+}
 
 }  // namespace fv

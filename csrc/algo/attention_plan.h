@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decisions of CUDA attention, free of floating point: which keys a row sees, how work is cut into equal ranges, and
+// what a launch looks like on a device. Same lines on host and device.
+//
+// Work of a request = units of 64 tokens x row tiles x kv heads, laid on one line: request, kv head, row tile, unit.
+// Block i of the grid takes positions [i L, (i + 1) L) of that line, so every block streams the same number of tokens.
+// A sequence (request, kv head, row tile) that crosses the end of a range is split there and merged afterwards.
+#pragma once
+#include <cstdint>
+
+#include "common/types.h"
+
+namespace fv {
+
+constexpr int kUnitTokens = 64;
+constexpr int kMaxSplitBatch = 1024;  // more requests: whole sequences, no split
+
+// ---- which keys a row sees -----------------------------------------------------------------------------------
+FV_HD uint64_t low_bits(int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~0ull : (1ull << n) - 1; }
+
+FV_HD int count_bits(uint64_t x) {
+#ifdef __CUDA_ARCH__
+    return __popcll(x);
+#else
+    return __builtin_popcountll(x);
+#endif
+}
+
+struct RowSight {
+    const int64_t* mask;   // the row's words; null: every forest column below `columns`
+    int64_t words;
+    int64_t columns;       // forest columns that exist for the row
+    int64_t first_prefix;  // window: cache positions of the prefix from here on
+    int64_t drop;          // window: that many of the lowest visible columns are too far away
+};
+
+// Bits 64 k .. 64 k + 63 of the row's visible forest columns, the window aside.
+FV_HD uint64_t forest_word(const RowSight& s, int64_t k) {
+    if (k < 0 || (s.mask && k >= s.words)) return 0;
+    const uint64_t word = s.mask ? static_cast<uint64_t>(s.mask[k]) : ~0ull;
+    return word & low_bits(s.columns - 64 * k);
+}
+
+// `column`: the row's own forest column; `columns`: those of the request. mask null: a chain.
+FV_HD RowSight row_sight(const int64_t* mask, int64_t words, int64_t column, int64_t columns, int64_t prefix, int64_t window) {
+    RowSight s{mask, words, mask || columns < column + 1 ? columns : column + 1, 0, 0};
+    if (window <= 0) return s;
+    int64_t seen = s.columns;  // visible columns: the row's depth + 1
+    if (mask) {
+        seen = 0;
+        for (int64_t k = 0; k < words && 64 * k < columns; ++k) seen += count_bits(forest_word(s, k));
+    }
+    s.first_prefix = prefix + seen - window;
+    s.drop = seen - window;
+    return s;
+}
+
+FV_HD uint64_t window_word(const RowSight& s, int64_t k) {
+    uint64_t word = forest_word(s, k);
+    if (s.drop <= 0 || k < 0) return word;
+    int64_t drop = s.drop;
+    for (int64_t j = 0; j < k && drop > 0; ++j) drop -= count_bits(forest_word(s, j));
+    for (; drop > 0 && word; --drop) word &= word - 1;
+    return word;
+}
+
+// Bit j: the row sees cache position start + j.
+FV_HD uint64_t visible_positions(const RowSight& s, int64_t prefix, int64_t start) {
+    const int64_t column = start - prefix;  // forest column of bit 0
+    uint64_t seen = 0;
+    if (column > -64) {
+        const int64_t k = column >> 6;
+        const int shift = static_cast<int>(column & 63);
+        seen = window_word(s, k) >> shift;
+        if (shift) seen |= window_word(s, k + 1) << (64 - shift);
+    }
+    if (column < 0) seen |= low_bits(-column) & ~low_bits(s.first_prefix - start);
+    return seen;
+}
+
+// ---- a request's keys ----------------------------------------------------------------------------------------
+struct RequestKeys {
+    int32_t row0, nodes;      // flat row of its first node, number of nodes
+    int32_t prefix, columns;  // cache positions [0, prefix) are committed, [prefix, prefix + columns) is the forest
+    int32_t first, end;       // cache positions that any row may see
+    int32_t begin;            // first, rounded down to a unit
+    int32_t units;            // of kUnitTokens; at least 1 where there are nodes
+};
+
+constexpr int64_t kMaxCapacity = INT32_MAX - 2 * kUnitTokens;
+
+// Malformed lengths are clamped: cu_nodes to [0, rows], prefix to what the page table holds. rows < 2^31,
+// capacity <= kMaxCapacity.
+FV_HD RequestKeys request_keys(int32_t cu0, int32_t cu1, int32_t prefix_len, int64_t rows, int64_t row_base, int64_t capacity,
+                               int64_t window, bool chain) {
+    RequestKeys r{};
+    if (cu0 < 0 || cu1 <= cu0 || cu1 > rows) return r;
+    r.row0 = cu0;
+    r.nodes = cu1 - cu0;
+    const int64_t prefix = prefix_len < 0 ? 0 : prefix_len > capacity ? capacity : prefix_len;
+    const int64_t end = prefix + row_base + r.nodes < capacity ? prefix + row_base + r.nodes : capacity;
+    r.prefix = static_cast<int32_t>(prefix);
+    r.end = static_cast<int32_t>(end);
+    r.columns = static_cast<int32_t>(end - prefix);
+    if (window > 0) {
+        // the deepest look back is that of the shallowest row: depth >= row_base in a chain, >= -1 under a mask
+        int64_t first = prefix + (chain ? row_base + 1 : 0) - window;
+        first = first < end ? first : end;
+        r.first = first > 0 ? static_cast<int32_t>(first) : 0;
+    }
+    r.begin = r.first / kUnitTokens * kUnitTokens;
+    const int32_t units = (r.end - r.begin + kUnitTokens - 1) / kUnitTokens;
+    r.units = units > 1 ? units : 1;
+    return r;
+}
+
+FV_HD int64_t row_tiles(int64_t nodes, int64_t group, int64_t tile_rows) { return (nodes * group + tile_rows - 1) / tile_rows; }
+
+// Positions per block: all of `total` in at most `blocks` equal ranges, none shorter than `least`.
+FV_HD int64_t range_length(int64_t total, int64_t blocks, int64_t least) {
+    const int64_t length = (total + blocks - 1) / blocks;
+    return length > least ? length : least;
+}
+
+// The pieces of the sequence [start, end) of the line: block `first` .. first + count - 1 hold one each.
+struct Pieces {
+    int64_t first;
+    int count;
+};
+FV_HD Pieces pieces_of(int64_t start, int64_t end, int64_t length) {
+    const int64_t first = start / length;
+    return {first, static_cast<int>((end - 1) / length - first) + 1};
+}
+// Where block `block` keeps its piece of the sequence that starts at `start`: a range holds at most two pieces of split
+// sequences, one that goes on from the block before (slot 2 i) and one that goes on to the next (slot 2 i + 1).
+FV_HD int64_t piece_slot(int64_t block, int64_t start, int64_t length) {
+    return 2 * block + (start > block * length ? 1 : 0);
+}
+
+// ---- the launch ----------------------------------------------------------------------------------------------
+struct AttentionLaunch {
+    int tile_rows;        // rows (node x query head of the group) that share one pass over the KV
+    int stages;           // tiles of the cp.async ring
+    int blocks;           // of 128 threads; persistent
+    int least_units;      // of kUnitTokens per block
+    int separate_merge;   // 1: few sequences, long: a second kernel merges, over the whole device
+    int64_t smem;         // dynamic shared memory, bytes
+};
+
+constexpr int kStaticSmem = 192;       // at most this much static shared memory
+constexpr int kSystemSmem = 1024;      // what the system keeps of every block's shared memory
+
+constexpr int kMaxStages = 6;
+
+// Prefix sums of the requests' work, one int each and the total.
+FV_HD int64_t prefix_bytes(int64_t batch) {
+    return batch > kMaxSplitBatch ? 0 : ((batch + 1) * 4 + 127) / 128 * 128;
+}
+
+FV_HD constexpr int tile_tokens(int64_t head_dim) { return head_dim > 128 ? 32 : 64; }
+// Rows per warp; the 4 warps form tile_rows / warp_rows row groups, and those of one group share a tile's tokens.
+FV_HD constexpr int warp_rows(int64_t head_dim, int64_t tile_rows) { return head_dim > 128 || tile_rows == 16 ? 16 : 32; }
+
+constexpr int kMergeDepth = 16;                     // 16-byte loads in flight per thread of a merge
+constexpr int kMergeRing = kMergeDepth * 128 * 16;  // bytes of shared memory
+
+// Fewest stages: two, and room for the 4 warps' results when a block merges them, and for a merge of pieces.
+FV_HD int least_stages(int64_t head_dim, int64_t tile_rows, int64_t stage_bytes) {
+    const int64_t own = 4 * warp_rows(head_dim, tile_rows) * head_dim * 4, staging = own > kMergeRing ? own : kMergeRing;
+    const int64_t stages = (staging + stage_bytes - 1) / stage_bytes;
+    return static_cast<int>(stages > 2 ? stages : 2);
+}
+
+// head_dim 64, 128 or 256; kv_bytes per element of the cache: 1 or 2. rows / batch is taken as nodes of a request.
+FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_heads, int64_t group, int64_t head_dim, int kv_bytes,
+                                       int sms, int64_t max_smem) {
+    AttentionLaunch a{};
+    const int64_t nodes = batch > 0 ? (rows + batch - 1) / batch : 0;
+    const int64_t stage = 2 * tile_tokens(head_dim) * head_dim * kv_bytes;
+    const int64_t one = max_smem - kStaticSmem;                                         // a block alone on its multiprocessor
+    const int64_t half = (max_smem + kSystemSmem) / 2 - kSystemSmem - kStaticSmem;  // one of two
+    const auto need = [&](int tile, int stages) { return prefix_bytes(batch) + tile * 8 + tile * head_dim * 2 + stages * stage; };
+    const auto fits = [&](int tile, int64_t room) { return need(tile, least_stages(head_dim, tile, stage)) <= room; };
+    int tile = head_dim > 128 ? 32 : 16;
+    while (tile < (head_dim > 128 ? 64 : 128) && tile < nodes * group && fits(2 * tile, one)) tile *= 2;
+    const bool two = fits(tile, half);
+    a.tile_rows = tile;
+    a.stages = least_stages(head_dim, tile, stage);
+    while (a.stages < kMaxStages && need(tile, a.stages + 1) <= (two ? half : one)) ++a.stages;
+    const int64_t blocks = sms * (two ? 2 : 1), most = tile == 16 && head_dim == 64 ? 512 : 1024;  // a merge keeps a weight per piece where Q was
+    a.blocks = static_cast<int>(blocks < most ? blocks : most);  // at most kMaxBlocks
+    a.smem = need(tile, a.stages);
+    a.least_units = 4;
+    a.separate_merge = batch * kv_heads * row_tiles(nodes, group, tile) * 8 < a.blocks;
+    return a;
+}
+
+constexpr int64_t kCounterBytes = 4096;  // at the start of every workspace, whatever the shape; must be zero between calls
+constexpr int64_t kMaxBlocks = kCounterBytes / 4;
+
+// Bytes of the workspace: a counter per block, then two partial results per block.
+FV_HD int64_t partial_floats(int64_t tile_rows, int64_t head_dim) { return tile_rows * (head_dim + 2); }
+FV_HD int64_t attention_workspace(const AttentionLaunch& a, int64_t head_dim) {
+    return kCounterBytes + 2 * a.blocks * partial_floats(a.tile_rows, head_dim) * 4;
+}
+
+}  // namespace fv

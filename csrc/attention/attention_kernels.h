@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// The compiled tensor-core kernels, one table per element kind of the cache (tree_attention_<kind>.cu).
+#pragma once
+#include "attention/attention_params.h"
+
+namespace fv {
+
+using AttentionKernel = void (*)(AttentionParams);
+
+// head_dim 64, 128: tile_rows 16, 32, 64, 128; head_dim 256: 32, 64. Null otherwise.
+AttentionKernel attention_kernel_bf16(int head_dim, int tile_rows);
+AttentionKernel attention_kernel_f16(int head_dim, int tile_rows);
+AttentionKernel attention_kernel_e4m3(int head_dim, int tile_rows);  // q and out bf16 or f16
+
+}  // namespace fv

@@ -1,0 +1,448 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tensor-core tree attention, one kernel for sm_80..sm_120: mma.m16n8k16 fed by a cp.async ring through the page table.
+//
+// A block of 4 warps takes pieces of sequences (attention_work.cuh): tile_rows packed rows (node x query head of the
+// group) against a run of cache positions, so KV is read once per kv head where nodes x group <= tile_rows. Tiles of 64
+// tokens (32 for head_dim 256) pass through a ring of stages; the running softmax is kept per warp in the exp2 domain;
+// warps that share a tile's tokens are merged at the end of the piece. Tiles inside the prefix have no mask code; in the
+// others each row tests 64 bits of visible_positions(). Split sequences: partial results, merged in key order by the
+// block that comes last, or by merge_kernel. Cost: one read of the visible KV per row tile; one launch, or two.
+#pragma once
+#include "attention/attention_merge.cuh"
+
+namespace fv {
+
+template <class T>
+struct Attend {
+    using Kv = typename T::Kv;
+    const AttentionParams& p;
+    unsigned char *q_smem, *ring;
+    uint64_t* seen;                          // [kRows]
+    const int lane, warp, row_group, share;  // share: which of the kSplit warps of its row group
+    float o[T::kMt][T::kOt][4];
+    float top[T::kMt][2], sum[T::kMt][2];    // of rows lane / 4 and lane / 4 + 8
+    uint32_t q_fragments[T::kQInRegisters ? T::kHeadDim / 16 : 1][4];
+
+    // shared: Q, the ring of stages, seen
+    __device__ __forceinline__ Attend(const AttentionParams& params, unsigned char* shared)
+        : p(params), q_smem(shared), ring(shared + T::kQBytes),
+          seen(reinterpret_cast<uint64_t*>(ring + params.stages * T::kStage)), lane(threadIdx.x & 31), warp(threadIdx.x >> 5),
+          row_group(warp / T::kSplit), share(warp % T::kSplit) {}
+
+    __device__ __forceinline__ void load_q(const Piece& piece) {
+        constexpr int kChunks = T::kHeadDim / 8;
+        for (int i = threadIdx.x; i < T::kRows * kChunks; i += T::kThreads) {
+            const int row = i / kChunks, chunk = i % kChunks;
+            const RowTarget t = row_target(p, piece, T::kRows, row);
+            const uint16_t* src = static_cast<const uint16_t*>(p.q) + (t.live ? t.row * p.q_row + t.head * p.q_head : 0) + chunk * 8;
+            if constexpr (Kv::kBytes == 2) {
+                cp_async_16(q_smem + swizzled<T::kQRow>(row, chunk), src, t.live);
+            } else {
+                const uint4 v = t.live ? *reinterpret_cast<const uint4*>(src) : uint4{0, 0, 0, 0};
+                store_q_paired(q_smem, swizzled<T::kQRow>(row, chunk & ~1), swizzled<T::kQRow>(row, chunk | 1), chunk & 1, v,
+                               p.q_type == Element::kBf16);
+            }
+        }
+    }
+
+    // Byte offset of this lane's token of a tile: lanes 0..15 in K, 16..31 in V; -1: no such cell.
+    __device__ __forceinline__ int64_t find_cell(const Piece& piece, int tile_begin) {
+        const int token = lane & 15;
+        const int at = tile_begin + warp * T::kLoadTokens + token;
+        if (token >= T::kLoadTokens || at < piece.keys.first || at >= piece.end) return -1;
+        const unsigned position = static_cast<unsigned>(at), size = p.page_size, column = position / size;
+        const int64_t page = p.table[piece.request * p.table_row + column];
+        if (page < 0 || page >= p.num_pages) return -1;
+        const int64_t slot = position - column * size;
+        return lane < 16 ? page * p.k_page + slot * p.k_slot : page * p.v_page + slot * p.v_slot;
+    }
+
+    // This warp's tokens of one tile into `stage`; cells that do not exist become zeros.
+    __device__ __forceinline__ void load_tile(const Piece& piece, unsigned char* stage, int64_t cell) {
+        constexpr int kChunks = T::kKvRow / 16, kLoads = T::kLoadTokens * kChunks / 32;
+        const unsigned char* k = p.k + piece.head * p.k_head;
+        const unsigned char* v = p.v + piece.head * p.v_head;
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+            const int token = (lane + 32 * i) / kChunks, chunk = (lane + 32 * i) % kChunks;
+            const int64_t k_cell = __shfl_sync(kFullWarp, cell, token), v_cell = __shfl_sync(kFullWarp, cell, 16 + token);
+            const int at = swizzled<T::kKvRow>(warp * T::kLoadTokens + token, chunk);
+            cp_async_16(stage + at, k + (k_cell < 0 ? 0 : k_cell + chunk * 16), k_cell >= 0);
+            cp_async_16(stage + T::kStage / 2 + at, v + (v_cell < 0 ? 0 : v_cell + chunk * 16), v_cell >= 0);
+        }
+    }
+
+    __device__ __forceinline__ void q_fragment(uint32_t (&a)[4], int m, int step) {
+        const int row = row_group * T::kWarpRows + 16 * m + (lane & 15);
+        ldmatrix_x4(a, q_smem + swizzled<T::kQRow>(row, 2 * step + (lane >> 4)));
+    }
+
+    // Scores of this warp's rows against kSub tokens from `token` of the tile.
+    __device__ __forceinline__ void score(float (&s)[T::kMt][T::kNt][4], const unsigned char* k, int token) {
+#pragma unroll
+        for (int m = 0; m < T::kMt; ++m) {
+#pragma unroll
+            for (int n = 0; n < T::kNt; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.0f;
+        }
+        constexpr int kSteps = T::kKvRow / 32, kParts = T::kHeadDim / 16 / kSteps;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            uint32_t a[kParts][T::kMt][4];
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+                for (int m = 0; m < T::kMt; ++m) {
+                    if constexpr (T::kQInRegisters) {
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) a[part][m][i] = q_fragments[step * kParts + part][i];
+                    } else {
+                        q_fragment(a[part][m], m, step * kParts + part);
+                    }
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < T::kNt; n += 2) {
+                uint32_t b[2][4];
+                load_k<T>(b, k, token + 8 * n, step, lane);
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+                    for (int m = 0; m < T::kMt; ++m) {
+                        Kv::mma(s[m][n], a[part][m], b[part][0], b[part][1]);
+                        Kv::mma(s[m][n + 1], a[part][m], b[part][2], b[part][3]);
+                    }
+                }
+            }
+        }
+    }
+
+    // seen[row]: the cache positions start .. start + 63 that each row of the tile sees. All threads; ends with a barrier.
+    __device__ __forceinline__ void look(const Piece& piece, int start) {
+        __syncthreads();
+        for (int row = threadIdx.x; row < T::kRows; row += T::kThreads) {
+            const RowTarget t = row_target(p, piece, T::kRows, row);
+            uint64_t bits = 0;
+            if (t.live) {
+                const RowSight sight = row_sight(p.mask ? p.mask + t.row * p.mask_row : nullptr, p.words,
+                                                 p.row_base + t.row - piece.keys.row0, piece.keys.columns, piece.keys.prefix, p.window);
+                bits = visible_positions(sight, piece.keys.prefix, start);
+            }
+            seen[row] = bits;
+        }
+        __syncthreads();
+    }
+
+    // -inf where a row does not see a key; the scores are of kSub tokens from `token` of the tile.
+    __device__ __forceinline__ void mask(float (&s)[T::kMt][T::kNt][4], int token) {
+#pragma unroll
+        for (int m = 0; m < T::kMt; ++m) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = row_group * T::kWarpRows + 16 * m + 8 * h + lane / 4;
+                const uint32_t bits = static_cast<uint32_t>(seen[row] >> token) >> 2 * (lane & 3);
+#pragma unroll
+                for (int n = 0; n < T::kNt; ++n) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        if (!(bits >> (8 * n + e) & 1)) s[m][n][2 * h + e] = -INFINITY;
+                    }
+                }
+            }
+        }
+    }
+
+    // One step of the running softmax; s becomes the weights. `scale` > 0.
+    __device__ __forceinline__ void softmax(float (&s)[T::kMt][T::kNt][4], float scale) {
+        bool moved = false;
+        float alpha[T::kMt][2];
+#pragma unroll
+        for (int m = 0; m < T::kMt; ++m) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float high = fmaxf(s[m][0][2 * h], s[m][0][2 * h + 1]);
+#pragma unroll
+                for (int n = 1; n < T::kNt; ++n) high = fmaxf(high, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+                high = fmaxf(high, __shfl_xor_sync(kFullWarp, high, 1));
+                high = fmaxf(high, __shfl_xor_sync(kFullWarp, high, 2));
+                high = fmaxf(top[m][h], high * scale);
+                const float shift = high == -INFINITY ? 0.0f : high;  // nothing seen yet: all weights are 2^-inf = 0
+                alpha[m][h] = exp2_approx(top[m][h] - shift);
+                moved = moved || high != top[m][h];
+                top[m][h] = high;
+                float part = 0.0f;
+#pragma unroll
+                for (int n = 0; n < T::kNt; ++n) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const float w = exp2_approx(fmaf(s[m][n][2 * h + e], scale, -shift));
+                        s[m][n][2 * h + e] = w;
+                        part += w;
+                    }
+                }
+                sum[m][h] = sum[m][h] * alpha[m][h] + part;
+            }
+        }
+        if (!__any_sync(kFullWarp, moved)) return;
+#pragma unroll
+        for (int m = 0; m < T::kMt; ++m) {
+#pragma unroll
+            for (int n = 0; n < T::kOt; ++n) {
+                o[m][n][0] *= alpha[m][0], o[m][n][1] *= alpha[m][0];
+                o[m][n][2] *= alpha[m][1], o[m][n][3] *= alpha[m][1];
+            }
+        }
+    }
+
+    // o += weights x V of kSub tokens from `token` of the tile.
+    __device__ __forceinline__ void add_values(const float (&s)[T::kMt][T::kNt][4], const unsigned char* v, int token) {
+        constexpr int kSteps = T::kKvRow / 32, kParts = T::kHeadDim / 16 / kSteps;
+#pragma unroll
+        for (int n = 0; n < T::kNt; n += 2) {
+            uint32_t a[T::kMt][4];
+#pragma unroll
+            for (int m = 0; m < T::kMt; ++m) {
+                a[m][0] = Kv::pack(s[m][n][0], s[m][n][1]);
+                a[m][1] = Kv::pack(s[m][n][2], s[m][n][3]);
+                a[m][2] = Kv::pack(s[m][n + 1][0], s[m][n + 1][1]);
+                a[m][3] = Kv::pack(s[m][n + 1][2], s[m][n + 1][3]);
+            }
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                uint32_t b[2][4];
+                load_v<T>(b, v, token + 8 * n, step, lane);
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+                    for (int m = 0; m < T::kMt; ++m) {
+                        Kv::mma(o[m][2 * (step * kParts + part)], a[m], b[part][0], b[part][1]);
+                        Kv::mma(o[m][2 * (step * kParts + part) + 1], a[m], b[part][2], b[part][3]);
+                    }
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void tile(const unsigned char* stage, bool masked, float scale) {
+#pragma unroll 1
+        for (int sub = 0; sub < T::kWarpTokens; sub += T::kSub) {
+            const int token = share * T::kWarpTokens + sub;
+            float s[T::kMt][T::kNt][4];
+            score(s, stage, token);
+            float factor = scale;
+            if (p.softcap > 0.0f || !(scale > 0.0f)) {
+                const float inverse = p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f;
+#pragma unroll
+                for (int m = 0; m < T::kMt; ++m) {
+#pragma unroll
+                    for (int n = 0; n < T::kNt; ++n) {
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            const float x = s[m][n][e] * scale;  // log2 domain
+                            const float w = exp2_approx(-2.0f * fabsf(x) * inverse);  // exp(-2 |score| / softcap)
+                            s[m][n][e] = p.softcap > 0.0f ? p.softcap * kLog2E * copysignf((1.0f - w) / (1.0f + w), x) : x;
+                        }
+                    }
+                }
+                factor = 1.0f;
+            }
+            if (masked) mask(s, token);
+            softmax(s, factor);
+            add_values(s, stage + T::kStage / 2, token);
+        }
+    }
+
+    __device__ __forceinline__ void wait(int stages) {
+        switch (stages) {  // all but the newest stages - 2 groups
+            case 2: cp_async_wait<0>(); break;
+            case 3: cp_async_wait<1>(); break;
+            case 4: cp_async_wait<2>(); break;
+            case 5: cp_async_wait<3>(); break;
+            default: cp_async_wait<4>(); break;
+        }
+    }
+
+    // Streams the piece's keys; afterwards o, top and sum hold this warp's share of them.
+    __device__ __forceinline__ void run(const Piece& piece) {
+        const int stages = p.stages;
+        int end = piece.end;
+        if (p.mask == nullptr) {  // a chain's last row sees the most
+            const int64_t last = static_cast<int64_t>(piece.tile + 1) * T::kRows / p.group + 1;
+            end = static_cast<int>(min(static_cast<int64_t>(end), piece.keys.prefix + p.row_base + last));
+        }
+        const int tiles = end > piece.begin ? (end - piece.begin + T::kTokens - 1) / T::kTokens : 0;
+        load_q(piece);
+        int64_t cells[kMaxStages - 1];
+#pragma unroll
+        for (int i = 0; i < kMaxStages - 1; ++i) {
+            if (i < stages - 1 && i < tiles) cells[i] = find_cell(piece, piece.begin + i * T::kTokens);
+        }
+#pragma unroll
+        for (int i = 0; i < kMaxStages - 1; ++i) {
+            if (i < stages - 1) {
+                if (i < tiles) load_tile(piece, ring + i * T::kStage, cells[i]);
+                cp_async_commit();
+            }
+        }
+        int64_t ahead = stages - 1 < tiles ? find_cell(piece, piece.begin + (stages - 1) * T::kTokens) : -1;
+        const float scale = p.scale * (p.k_scale ? p.k_scale[piece.head * p.k_scale_stride] : 1.0f);
+        const int free_end = piece.keys.prefix;  // tiles that end here or before hold prefix only
+        const int free_begin = p.window > 0 ? piece.keys.prefix + piece.keys.columns - p.window : 0;
+#pragma unroll
+        for (int m = 0; m < T::kMt; ++m) {
+            top[m][0] = top[m][1] = -INFINITY;
+            sum[m][0] = sum[m][1] = 0.0f;
+#pragma unroll
+            for (int n = 0; n < T::kOt; ++n) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0.0f;
+        }
+        int at = 0, into = stages - 1;
+        for (int i = 0; i < tiles; ++i) {
+            wait(stages);
+            if (T::kOwnTokens && i > 0) __syncwarp(); else __syncthreads();  // the first tile also waits for Q
+            if (i == 0) {
+                if constexpr (T::kQInRegisters) {
+#pragma unroll
+                    for (int step = 0; step < T::kHeadDim / 16; ++step) q_fragment(q_fragments[step], 0, step);
+                }
+            }
+            const int begin = piece.begin + i * T::kTokens;
+            if (i + stages - 1 < tiles) {
+                load_tile(piece, ring + into * T::kStage, ahead);
+                if (i + stages < tiles) ahead = find_cell(piece, begin + stages * T::kTokens);
+            }
+            cp_async_commit();
+            const bool masked = begin + T::kTokens > free_end || begin < free_begin;
+            if (masked) look(piece, begin);
+            tile(ring + at * T::kStage, masked, scale);
+            if (++at == stages) at = 0;
+            if (++into == stages) into = 0;
+        }
+        cp_async_wait<0>();
+    }
+
+    // Merges the warps of a row group and writes out, or the partial result to `partial`.
+    __device__ __forceinline__ void finish(const Piece& piece, float* partial) {
+        float* stats = reinterpret_cast<float*>(q_smem);                 // [kSplit][kRows][2], then [kRows][2]
+        float* total = stats + T::kSplit * T::kRows * 2;
+        float* staged = reinterpret_cast<float*>(ring);                  // [kSplit][kRows][kHeadDim], quads swizzled
+        __syncthreads();                                                 // Q and the ring have been read
+#pragma unroll
+        for (int m = 0; m < T::kMt; ++m) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                sum[m][h] += __shfl_xor_sync(kFullWarp, sum[m][h], 1);
+                sum[m][h] += __shfl_xor_sync(kFullWarp, sum[m][h], 2);
+                const int row = row_group * T::kWarpRows + 16 * m + 8 * h + lane / 4;
+                if ((lane & 3) == 0) {
+                    stats[(share * T::kRows + row) * 2] = top[m][h];
+                    stats[(share * T::kRows + row) * 2 + 1] = sum[m][h];
+                }
+            }
+        }
+        __syncthreads();
+        for (int row = threadIdx.x; row < T::kRows; row += T::kThreads) {
+            float high = -INFINITY, all = 0.0f;
+            for (int w = 0; w < T::kSplit; ++w) high = fmaxf(high, stats[(w * T::kRows + row) * 2]);
+            const float shift = high == -INFINITY ? 0.0f : high;
+            for (int w = 0; w < T::kSplit; ++w) {
+                all += stats[(w * T::kRows + row) * 2 + 1] * exp2_approx(stats[(w * T::kRows + row) * 2] - shift);
+            }
+            if (partial) {
+                partial[T::kRows * T::kHeadDim + row] = high;
+                partial[T::kRows * (T::kHeadDim + 1) + row] = all;
+                total[2 * row + 1] = 1.0f;
+            } else {
+                const RowTarget t = row_target(p, piece, T::kRows, row);
+                total[2 * row + 1] = t.live ? finish_row(p, t, piece.head, high, all, true) : 0.0f;
+            }
+            total[2 * row] = shift;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int m = 0; m < T::kMt; ++m) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = row_group * T::kWarpRows + 16 * m + 8 * h + lane / 4;
+                const float factor = exp2_approx(top[m][h] - total[2 * row]) * total[2 * row + 1];
+                float* to = staged + static_cast<int64_t>(share * T::kRows + row) * T::kHeadDim;
+                const int swizzle = (row & 3) << 3;
+#pragma unroll
+                for (int n = 0; n < T::kOt; ++n) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) to[output_dim<T>(n, e, lane) ^ swizzle] = o[m][n][2 * h + e] * factor;
+                }
+            }
+        }
+        __syncthreads();
+        constexpr int kQuads = T::kHeadDim / 4;
+        for (int i = threadIdx.x; i < T::kRows * kQuads; i += T::kThreads) {
+            const int row = i / kQuads, dim = i % kQuads * 4;
+            float4 v = {};
+#pragma unroll
+            for (int w = 0; w < T::kSplit; ++w) {
+                const float4 x = *reinterpret_cast<const float4*>(staged + static_cast<int64_t>(w * T::kRows + row) * T::kHeadDim +
+                                                                  (dim ^ (row & 3) << 3));
+                v.x += x.x, v.y += x.y, v.z += x.z, v.w += x.w;
+            }
+            if (partial) {
+                __stcg(reinterpret_cast<float4*>(partial + row * T::kHeadDim + dim), v);
+            } else {
+                const RowTarget t = row_target(p, piece, T::kRows, row);
+                if (t.live) store_out(p, t, dim, v);
+            }
+        }
+    }
+};
+
+// Rows that belong to no request: out 0, lse -inf.
+__device__ __forceinline__ void clear_padding(const AttentionParams& p) {
+    const int64_t used = p.batch > 0 ? p.cu_nodes[p.batch] : 0;
+    const int64_t heads = static_cast<int64_t>(p.kv_heads) * p.group;
+    for (int64_t row = (used < 0 ? 0 : used) + blockIdx.x; row < p.rows; row += gridDim.x) {
+        for (int64_t i = threadIdx.x; i < heads * p.head_dim; i += blockDim.x) {
+            const int64_t at = row * p.out_row + i / p.head_dim * p.out_head + i % p.head_dim;
+            if (p.q_type == Element::kF32) static_cast<float*>(p.out)[at] = 0.0f;
+            else static_cast<uint16_t*>(p.out)[at] = 0;
+        }
+        if (!p.lse) continue;
+        for (int64_t i = threadIdx.x; i < heads; i += blockDim.x) p.lse[row * p.lse_row + i] = -INFINITY;
+    }
+}
+
+// grid: persistent; block: 128 threads; dynamic shared memory: prefix sums, Q, ring (attention_launch).
+template <class T>
+__global__ void __launch_bounds__(128, 2) tree_attention_kernel(const __grid_constant__ AttentionParams p) {
+    __shared__ int64_t scratch[4];
+    __shared__ int flag;
+    __shared__ Worker worker;
+    __shared__ Piece piece;
+    int* prefix = reinterpret_cast<int*>(dynamic_shared());
+    const int64_t total = lay_out_work(p, T::kRows, prefix, scratch);
+    if (threadIdx.x == 0) {
+        worker.start(p, total);
+        flag = worker.next(p, prefix, T::kRows, piece);
+    }
+    Attend<T> attend(p, dynamic_shared() + prefix_bytes(p.batch));
+    for (;;) {
+        __syncthreads();
+        if (!flag) break;
+        attend.run(piece);
+        const Pieces pieces = piece.stop > 0 ? pieces_of(piece.start, piece.stop, worker.length) : Pieces{0, 1};
+        float* partial = pieces.count == 1 ? nullptr
+            : p.partials + piece_slot(blockIdx.x, piece.start, worker.length) * partial_floats(T::kRows, T::kHeadDim);
+        attend.finish(piece, partial);
+        if (partial && !p.separate_merge && last_block(p.counters + pieces.first, pieces.count, &flag)) {
+            float* weights = reinterpret_cast<float*>(attend.q_smem);
+            const int most = max(1, T::kQBytes / 4 / pieces.count);
+            for (int row = 0; row < T::kRows; row += most) {
+                if (!row_target(p, piece, T::kRows, row).live) break;
+                merge_rows<T::kHeadDim>(p, piece, pieces, worker.length, T::kRows, row, min(most, T::kRows - row), weights, attend.ring);
+                __syncthreads();
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) flag = worker.next(p, prefix, T::kRows, piece);
+    }
+    clear_padding(p);
+}
+
+}  // namespace fv

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// csrc/algo/attention_plan.h on the host, for tests/algo/test_attention_plan.py. Reads numbers, writes numbers.
+#include "algo/attention_plan.h"
+
+#include <cstdio>
+#include <cstring>
+
+using namespace fv;
+
+// launch rows batch kv_heads group head_dim kv_bytes sms max_smem -> choice and workspace, per input line
+static void launch() {
+    long long a[8];
+    while (std::scanf("%lld %lld %lld %lld %lld %lld %lld %lld", a, a + 1, a + 2, a + 3, a + 4, a + 5, a + 6, a + 7) == 8) {
+        const AttentionLaunch c = attention_launch(a[0], a[1], a[2], a[3], a[4], static_cast<int>(a[5]), static_cast<int>(a[6]), a[7]);
+        std::printf("%d %d %d %d %lld %lld\n", c.tile_rows, c.stages, c.blocks, c.separate_merge, static_cast<long long>(c.smem),
+                    static_cast<long long>(attention_workspace(c, a[4])));
+    }
+}
+
+// visible words.. : chain column columns prefix window start count words w0 w1 .. -> one bit text per line
+static void visible() {
+    int chain;
+    long long column, columns, prefix, window, start, count, words;
+    while (std::scanf("%d %lld %lld %lld %lld %lld %lld %lld", &chain, &column, &columns, &prefix, &window, &start, &count, &words) == 8) {
+        int64_t mask[64] = {};
+        for (long long i = 0; i < words; ++i) {
+            unsigned long long w;
+            if (std::scanf("%llu", &w) != 1) return;
+            mask[i] = static_cast<int64_t>(w);
+        }
+        const RowSight s = row_sight(chain ? nullptr : mask, words, column, columns, prefix, window);
+        for (long long at = start; at < start + count; at += 64) {
+            const uint64_t seen = visible_positions(s, prefix, at);
+            for (int j = 0; j < 64; ++j) std::putchar('0' + static_cast<int>(seen >> j & 1));
+        }
+        std::putchar('\n');
+    }
+}
+
+// pieces total blocks least, then sequence ends -> checks that every position belongs to one piece and slots do not collide
+static void pieces() {
+    long long blocks, least, count;
+    while (std::scanf("%lld %lld %lld", &blocks, &least, &count) == 3) {
+        long long ends[4096], total = 0;
+        for (long long i = 0; i < count; ++i) {
+            long long n;
+            if (std::scanf("%lld", &n) != 1) return;
+            ends[i] = total += n;
+        }
+        const int64_t length = range_length(total, blocks, least);
+        static int used[2 * 4096];
+        std::memset(used, 0, sizeof(used));
+        bool ok = length * blocks >= total;
+        long long begin = 0;
+        for (long long i = 0; i < count; begin = ends[i++]) {
+            const Pieces p = pieces_of(begin, ends[i], length);
+            ok = ok && p.count >= 1 && p.first * length <= begin && (p.first + p.count) * length >= ends[i];
+            for (int j = 0; j < p.count && p.count > 1; ++j) {
+                const int64_t slot = piece_slot(p.first + j, begin, length);
+                ok = ok && slot < 2 * blocks && slot / 2 == p.first + j && used[slot]++ == 0 && (j == 0 || slot % 2 == 0);
+            }
+        }
+        std::printf("%d\n", ok);
+    }
+}
+
+int main(int argc, char** argv) {
+    if (argc < 2) return 2;
+    if (!std::strcmp(argv[1], "launch")) launch();
+    else if (!std::strcmp(argv[1], "visible")) visible();
+    else if (!std::strcmp(argv[1], "pieces")) pieces();
+    else return 2;
+    return 0;
+}

@@ -1,0 +1,91 @@
+"""csrc/algo/attention_plan.h: which keys a row sees, equal shares of work, and the launch on every kind of device."""
+
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cases import mask_words, random_parents
+from fastverify.attention.tree_attention import workspace_bytes
+
+HERE = Path(__file__).parent
+DEVICES = {"sm_80": (108, 163), "sm_89": (142, 99), "sm_90": (132, 227), "sm_100": (148, 227), "sm_120": (188, 99)}  # SMs, KiB
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to build the driver")
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """run(mode, lines) -> lines of the small program that includes the header."""
+    binary = tmp_path_factory.mktemp("plan") / "driver"
+    subprocess.run(["g++", "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-I", str(HERE.parents[1] / "csrc"),
+                    str(HERE / "attention_plan_driver.cpp"), "-o", str(binary)], check=True)
+
+    def run(mode: str, lines: list) -> list:
+        done = subprocess.run([str(binary), mode], input="\n".join(lines), capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    return run
+
+
+def seen_positions(words: list, chain: bool, column: int, columns: int, prefix: int, window: int) -> set:
+    cells = list(range(prefix)) + [prefix + j for j in range(columns)
+                                   if (j <= column if chain else j < 64 * len(words) and words[j // 64] >> (j % 64) & 1)]
+    return set(cells[-window:] if window else cells)
+
+
+def test_visible_positions_equal_a_walk_over_the_cells(driver, rng):
+    pick = random.Random(3)
+    lines, wanted = [], []
+    for i in range(600):
+        columns, prefix = pick.choice([1, 5, 63, 64, 65, 130]), pick.choice([0, 1, 63, 64, 100, 1000])
+        row = pick.randrange(columns)
+        parents = random_parents(columns, rng, forest=i % 3 == 0)
+        words = [w % 2**64 for w in mask_words(parents, -(-columns // 64) + i % 2)[row].tolist()]
+        if columns % 64:  # bits that mean no column
+            words[(columns - 1) // 64] |= pick.getrandbits(64) >> (columns % 64) << (columns % 64)
+        if i % 11 == 0:
+            words = [0] * len(words)
+        chain, window = i % 4 == 0, pick.choice([0, 0, 1, 3, 40, 70, 2000])
+        start = pick.randrange(0, prefix + columns)
+        lines.append(f"{chain:d} {row} {columns} {prefix} {window} {start} 256 {len(words)} {' '.join(map(str, words))}")
+        seen = seen_positions(words, chain, row, columns, prefix, window)
+        wanted.append("".join("01"[start + j in seen] for j in range(256)))
+    assert driver("visible", lines) == wanted
+
+
+def test_every_position_of_the_line_belongs_to_one_piece_and_slots_do_not_collide(driver):
+    pick, lines = random.Random(5), []
+    for _ in range(400):
+        count = pick.choice([1, 2, 7, 64, 300])
+        lengths = [pick.choice([1, 2, 17, 129, 1025]) for _ in range(count)]
+        lines.append(f"{pick.choice([1, 2, 132, 264, 1024])} {pick.choice([1, 4])} {count} {' '.join(map(str, lengths))}")
+    assert set(driver("pieces", lines)) == {"1"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_launches_fit_the_device(driver, device):
+    sms, kib = DEVICES[device]
+    cases = [(rows, batch, heads, group, dim, item) for rows in (1, 5, 64, 128, 1024, 65536) for batch in (1, 8, 64, 1025)
+             for heads in (1, 8) for group in (1, 4, 5, 16) for dim in (64, 128, 256) for item in (1, 2)]
+    out = driver("launch", [" ".join(map(str, (*c, sms, kib * 1024))) for c in cases])
+    for (rows, batch, heads, group, dim, item), line in zip(cases, out, strict=True):
+        tile, stages, blocks, _, smem, workspace = map(int, line.split())
+        assert tile in ((32, 64) if dim == 256 else (16, 32, 64, 128)) and 2 <= stages <= 6
+        assert smem + 256 <= kib * 1024 and (blocks // sms) * (smem + 256 + 1024) <= (kib + 1) * 1024
+        assert blocks in (sms, min(2 * sms, 512)) and blocks <= 1024
+        ring = smem - tile * dim * 2
+        warp_rows = 16 if dim == 256 or tile == 16 else 32
+        assert ring >= max(4 * warp_rows * dim * 4, 32768)  # what a block's own merge and a merge of pieces need
+        assert workspace <= workspace_bytes(rows, batch, heads * group, heads, dim, sms)
+
+
+def test_launch_of_known_shapes(driver):
+    """The tuned shape: two blocks of three 32 KiB stages per multiprocessor of an H200, one row tile for 16 nodes x 4 heads."""
+    h200 = f"132 {227 * 1024}"
+    out = driver("launch", [f"16 1 8 4 128 2 {h200}", f"128 8 8 4 128 2 {h200}", f"256 32 8 4 128 2 {h200}",
+                            f"128 8 8 4 128 2 188 {99 * 1024}"])
+    assert [line.split()[:4] for line in out] == [["64", "3", "264", "1"], ["64", "3", "264", "0"], ["32", "3", "264", "0"],
+                                                  ["64", "2", "188", "0"]]
