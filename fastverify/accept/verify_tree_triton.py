@@ -14,7 +14,8 @@ import triton.language as tl
 
 from .. import _checks as check
 from .._triton_numeric import EXACT
-from .verify_filter_triton import _filter, _masses, _scan
+from .verify_filter_triton import _filter
+from .verify_scan_triton import _masses, _scan
 from .verify_walk_triton import _logprobs, _walk
 
 GROUP = 64        # entries with one maximum
