@@ -3,14 +3,13 @@
 Launches: _scan (rows x splits: processors, best key of unfiltered rows, maximum of every 64 entries), _masses (rows x splits,
 works for top-p without top-k only), _filter (row: exact cuts), _walk (request), _logprobs (request x depth, when asked for).
 A row belongs to the first request that claims it: where malformed cu_nodes overlap, the others emit nothing (BAD_TREE).
-Scratch of R * (V / 32 + 8192) bytes or so is taken from torch's allocator; nothing is read on the host.
+Scratch of R * (V / 8 + 16384) bytes or so is taken from torch's allocator; nothing is read on the host.
 """
 
 from typing import Optional
 
 import torch
 import triton
-import triton.language as tl
 
 from .. import _checks as check
 from .._triton_numeric import EXACT
