@@ -252,6 +252,12 @@ class Bench:
     def wanted(self, provider: str) -> bool:
         return not self.args.only or provider in self.args.only.split(",")
 
+    def triton(self) -> Optional[Callable]:
+        """The op's Triton version, with the schema's positional arguments; None without a GPU or without triton."""
+        from fastverify import _triton
+        here = self.device.type == "cuda" and _triton.installed() and _triton.exists(self.op)
+        return _triton.function(self.op) if here else None
+
     def measure(self, provider: str, shape: dict, dtype: str, calls: Sequence[Callable], nbytes: int,
                 check: Optional[Callable[[], Any]] = None, before: Optional[Callable] = None, graph: bool = True,
                 note: str = "") -> Optional[dict]:
