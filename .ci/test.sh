@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# test.sh: sdist -> wheel (once) -> fresh venv -> pytest on the installed wheel. Reads PYTHON, TORCH, PYTEST_ARGS.
+# test.sh: sdist -> wheel (once) -> fresh venv -> pytest on the installed wheel. Reads PYTHON, TORCH, TRITON,
+# PYTEST_ARGS.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$PWD/build/test
@@ -30,6 +31,16 @@ if command -v nvcc >/dev/null; then
   echo "CUDA kernels for the emulator: $((SECONDS - start)) s"
 else
   echo "No CUDA headers (nvcc): the tests of the CUDA kernels on the emulator are skipped."
+fi
+if [ -n "${TRITON:-}" ]; then
+  "$python" -m pip --disable-pip-version-check install -q "$TRITON" || echo "pip could not install $TRITON."
+fi
+if "$python" -c 'import triton' 2>/dev/null; then
+  start=$SECONDS
+  TRITON_INTERPRET=1 bash .ci/run_tests.sh "$python" "$work/source" "$work/interpreted" tests/test_triton.py -q
+  echo "Triton's kernels in its interpreter: $((SECONDS - start)) s"
+else
+  echo "Triton is not installed: its kernels are not run in its interpreter."
 fi
 # shellcheck disable=SC2086
 exec bash .ci/run_tests.sh "$python" "$work/source" "$work/run" tests ${PYTEST_ARGS:-}

@@ -29,7 +29,9 @@ from fastverify.cli.environment import command, environment
 from fastverify.cli.output import Output
 
 MIN_CALLS = 50         # calls of one replay: the graph's own launch is then under 0.2 us a call
-MAX_SETS = 256         # buffer sets of a cold run; very small ops stay partly warm, and their rows say so
+MAX_SETS = 1024        # buffer sets of a cold run; very small ops stay partly warm, and their rows say so
+BUDGET_S = 0.3         # device time of one measurement: long calls get fewer samples, at least MIN_SAMPLES
+MIN_SAMPLES = 7
 COLD_L2S = 3           # bytes that pass between two uses of a buffer, in sizes of the L2
 COLUMNS = ("op", "provider", "shape", "dtype", "median_us", "p20_us", "p80_us", "floor_us", "empty_us", "bytes", "copy_gb_s",
            "cold", "graph", "correct", "note", "command", "device", "date", "versions")
@@ -73,6 +75,11 @@ def l2_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 32 << 20
 
 
+def samples_within(seconds: float, repeats: int) -> int:
+    """Samples of `seconds` each: `repeats`, or what BUDGET_S allows."""
+    return max(min(repeats, MIN_SAMPLES), min(repeats, int(BUDGET_S / max(seconds, 1e-9))))
+
+
 # ---- timing ----------------------------------------------------------------------------------------------------------------
 
 def time_host(calls: Sequence[Callable], repeats: int, before: Optional[Callable] = None) -> Timing:
@@ -89,18 +96,22 @@ def time_host(calls: Sequence[Callable], repeats: int, before: Optional[Callable
 
 
 def _samples(run: Callable, calls: int, repeats: int, before: Optional[Callable]) -> list:
-    """Device microseconds per call of `repeats` runs, one synchronisation at the end."""
-    marks = []
-    for i in range(repeats + 3):  # the first three warm up
-        if before:
-            before()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        marks.append((start, end))
-    torch.cuda.synchronize()
-    return [s.elapsed_time(e) * 1e3 / calls for s, e in marks[3:]]
+    """Device microseconds per call of `repeats` runs (fewer where BUDGET_S asks for it) after two that warm up."""
+    def timed(count: int) -> list:
+        marks = []
+        for _ in range(count):
+            if before:
+                before()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            marks.append((start, end))
+        torch.cuda.synchronize()
+        return [s.elapsed_time(e) for s, e in marks]
+
+    warm = timed(2)
+    return [ms * 1e3 / calls for ms in timed(samples_within(warm[-1] * 1e-3, repeats))]
 
 
 def time_cuda(calls: Sequence[Callable], repeats: int, before: Optional[Callable] = None, graph: bool = True) -> Timing:
@@ -182,16 +193,17 @@ def figure(us: Optional[float]) -> str:
 def table_rows(rows: list) -> tuple:
     """(header, cells) of the shown table. `against` is this row's median over that of the shape's first measured provider."""
     axes = list(dict.fromkeys(a for r in rows for a in r["shape"]))
-    header = ["provider", *axes, "dtype", "median us", "p20", "p80", "floor", "against", "correct", "note"]
+    ops = len({r["op"] for r in rows}) > 1
+    header = [*(["op"] if ops else []), "provider", *axes, "dtype", "median us", "p20", "p80", "floor", "against", "correct", "note"]
     first, cells = {}, []
     for r in rows:
-        group = (json.dumps(r["shape"], sort_keys=True), r["dtype"], r["cold"])
+        group = (r["op"], json.dumps(r["shape"], sort_keys=True), r["dtype"])
         if r["median_us"] is not None:
             first.setdefault(group, r["median_us"])
         ratio = f"{r['median_us'] / first[group]:.2f}x" if r["median_us"] is not None and first[group] > 0 else ""
         right = {True: "yes", False: "NO", None: ""}.get(r["correct"], str(r["correct"]))
         note = "; ".join(x for x in (r["note"], "" if r["cold"] else "warm") if x)
-        cells.append([r["provider"], *(str(r["shape"].get(a, "")) for a in axes), r["dtype"], figure(r["median_us"]),
+        cells.append([*([r["op"]] if ops else []), r["provider"], *(str(r["shape"].get(a, "")) for a in axes), r["dtype"], figure(r["median_us"]),
                       figure(r["p20_us"]), figure(r["p80_us"]), figure(r["floor_us"]), ratio, right, note])
     return header, cells
 
@@ -239,6 +251,12 @@ class Bench:
 
     def wanted(self, provider: str) -> bool:
         return not self.args.only or provider in self.args.only.split(",")
+
+    def triton(self) -> Optional[Callable]:
+        """The op's Triton version, with the schema's positional arguments; None without a GPU or without triton."""
+        from fastverify import _triton
+        here = self.device.type == "cuda" and _triton.installed() and _triton.exists(self.op)
+        return _triton.function(self.op) if here else None
 
     def measure(self, provider: str, shape: dict, dtype: str, calls: Sequence[Callable], nbytes: int,
                 check: Optional[Callable[[], Any]] = None, before: Optional[Callable] = None, graph: bool = True,

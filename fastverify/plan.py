@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from . import _ops
-from .accept.verify_tree import Verified
+from .accept.verify_tree import Verified, verify_tree_workspace
 from .tree.build_tree import Tree
 from .tree.prepare_tree import Prepared
 
@@ -16,6 +16,7 @@ class VerifyPlan:
     tree        Tree                   R = batch * nodes rows: what is verified
     prepared    Prepared               slots, schedule and flags of those rows
     out         Verified               the accepted path and the emitted tokens
+    verify_workspace uint8             of verify_tree
     aux_out     [B*D, A] or None       aux hidden states of the emitted rows, flat by cu_out
     cu_out      int32 [B+1]            prefix sums of num_tokens_out
     next_tokens int32 [B*D + 1]        the emitted tokens, flat by cu_out (the last entry takes what is cut)
@@ -41,6 +42,7 @@ class VerifyPlan:
         self.prepared = Prepared(slots=torch.full((rows,), -1, dtype=torch.int64, device=device),
                                  schedule=torch.zeros(batch + 3, **i32), flags=torch.zeros(batch, **i32))
         self.out = Verified.empty(batch, max_path, device, logprobs)
+        self.verify_workspace = verify_tree_workspace(batch, rows, device)
         self.aux_out = torch.zeros(out_rows, aux_width, dtype=dtype, device=device) if aux_width else None
         self.cu_out = torch.zeros(batch + 1, **i32)
         self.next_tokens = torch.zeros(out_rows + 1, **i32)

@@ -75,6 +75,11 @@ def need_kernel(backend: str, op: str) -> None:
         pytest.skip(f"{op} has no CUDA source yet")
 
 
+def interpreted(backend: str) -> bool:
+    """Whether the back end runs in Triton's interpreter: some hundred times slower, so that tests take fewer cases."""
+    return backend == "triton" and INTERPRETED
+
+
 def device_of(backend: str) -> str:
     return "cuda" if backend == "cuda" or (backend == "triton" and not INTERPRETED) else "cpu"
 

@@ -35,11 +35,11 @@ def make(rows: int, q_heads: int, kv_heads: int, d: int, dtype, cache_dtype, nor
 
 
 def plain(x: dict) -> None:
-    """What a model in plain torch launches for it."""
+    """What a model in plain torch launches for it, in float32."""
     def norm(t, weight):
-        return t if weight is None else torch.nn.functional.rms_norm(t, (t.shape[-1],), weight, EPS)
+        return t.float() if weight is None else torch.nn.functional.rms_norm(t.float(), (t.shape[-1],), weight.float(), EPS)
 
-    cos, sin = x["cos_sin"][x["positions"].long()][:, None].to(x["q"].dtype).chunk(2, -1)
+    cos, sin = x["cos_sin"][x["positions"].long()][:, None].chunk(2, -1)
 
     def turn(t):
         a, b = t.chunk(2, -1)

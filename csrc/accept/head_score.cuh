@@ -2,59 +2,26 @@
 // What lm_head_verify_tree does with logits while they are still in registers: describes the node rows of a block,
 // then turns four neighbouring logits of a row into a candidate key, or stores them for a request with filters.
 #pragma once
+#include "accept/verify_task.cuh"
 #include "algo/head_plan.h"
-#include "algo/convert.h"
-#include "algo/sampling.h"
-#include "algo/walk.h"
-#include "common/warp.cuh"
 
 namespace fv {
-
-using Key = unsigned long long;
-
-// Token ids on the device, int32 or int64.
-struct HeadIds {
-    const void* data;
-    bool wide;
-    FV_HD int64_t operator[](int64_t i) const {
-        return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
-    }
-};
 
 struct HeadArgs {
     const void* hidden;         // [R,H]
     const void* weight;         // [V,H]
     int64_t hidden_stride, weight_stride;  // elements
     int hidden_type, weight_type;          // 0 f32, 1 f16, 2 bf16
-    int64_t rows, batch, vocab, hidden_size;
-    HeadIds tokens;             // [R]
-    const int32_t* parents;     // [R]
-    const int32_t* cu_nodes;    // [B+1]
-    const int32_t* prefix_len;  // [B]
-    const int32_t* active;      // [B]
-    const float* temperature;   // [B]
-    const int32_t* top_k;       // [B]
-    const float* top_p;         // [B]
-    const float* min_p;         // [B]
-    const int64_t* seed;        // [B]
-    const float* penalties;     // [B,3] or null
-    const int32_t* counts;      // [B,V] or null
-    const float* bias;          // [B,V] or null
-    const int32_t* bitmask;     // [R, ceil(V/32)] or null
-    int rule;
+    int64_t hidden_size;
     bool all_logits;            // logprobs are asked: every row takes the way through memory
-    Key* keys;                  // [R]
+    Word* keys;                 // [R]
     int32_t* bad;               // [R]
     uint32_t* counters;
     float* partials;
-    float* logits;
-    int64_t logits_stride;
+    float* logits;              // [R,task.stride], what task.logits points to
+    VerifyTask task;
 
-    FV_HD RowParams params(int64_t b) const {
-        return resolve_params(temperature[b], top_k[b], top_p[b], min_p[b], seed[b],
-                              penalties ? penalties + 3 * b : nullptr, rule, vocab);
-    }
-    FV_HD bool extras() const { return bias || bitmask || penalties; }
+    FV_HD bool extras() const { return task.bias || task.bitmask || task.in.penalties; }
 };
 
 enum HeadMode : int32_t { kHeadSkip, kHeadKey, kHeadLogits };
@@ -63,25 +30,26 @@ struct HeadRow {
     int32_t mode, request;
     uint32_t t, seed_lo, seed_hi;
     float temperature, inverse;  // inverse ~ 1 / temperature, for bounds only
-    uint32_t above;              // bit (id / 4) % 32 of every drafted ancestor
+    uint32_t above : 31;         // bit (id / 4) % 31 of every drafted ancestor
+    uint32_t plain : 1;          // no extras, and bounds by `inverse` hold
 };
-static_assert(sizeof(HeadRow) + sizeof(Key) + sizeof(float) <= kHeadRowBytes, "shared memory of a node row");
+static_assert(sizeof(HeadRow) + sizeof(Word) + sizeof(float) <= kHeadRowBytes, "shared memory of a node row");
 
 // Shared memory of a block's node rows.
 struct HeadShared {
     HeadRow* row;  // [n]
-    Key* best;     // [n]
-    float* bound;  // [n] score that a candidate must reach
+    Word* best;     // [n]
+    float* bound;  // [n] what a candidate's bound must reach: hardly below the best score
     __device__ HeadShared(unsigned char* p, int n)
-        : row(reinterpret_cast<HeadRow*>(p)), best(reinterpret_cast<Key*>(p + n * sizeof(HeadRow))),
-          bound(reinterpret_cast<float*>(p + n * (sizeof(HeadRow) + sizeof(Key)))) {}
+        : row(reinterpret_cast<HeadRow*>(p)), best(reinterpret_cast<Word*>(p + n * sizeof(HeadRow))),
+          bound(reinterpret_cast<float*>(p + n * (sizeof(HeadRow) + sizeof(Word)))) {}
 };
 
 // False if any request's range is malformed: then rows may belong to several requests, and all take the way through memory.
 // All threads of the block call it and get the answer.
 __device__ __forceinline__ bool ranges_in_order(const HeadArgs& a) {
     bool ok = true;
-    for (int64_t b = threadIdx.x; b < a.batch; b += blockDim.x) ok = ok && !node_range(a.cu_nodes, b, a.rows).bad;
+    for (int64_t b = threadIdx.x; b < a.task.in.batch; b += blockDim.x) ok = ok && !node_range(a.task.in.cu_nodes, b, a.task.in.rows).bad;
     return __syncthreads_and(ok) != 0;
 }
 
@@ -100,9 +68,9 @@ __device__ __forceinline__ void describe_rows(const HeadArgs& a, int64_t row0, i
         s.bound[i] = -kInf;
     }
     __syncthreads();
-    for (int64_t b = threadIdx.x; b < a.batch; b += blockDim.x) {
-        const NodeRange r = node_range(a.cu_nodes, b, a.rows);
-        if (!a.active[b]) continue;
+    for (int64_t b = threadIdx.x; b < a.task.in.batch; b += blockDim.x) {
+        const NodeRange r = node_range(a.task.in.cu_nodes, b, a.task.in.rows);
+        if (!a.task.in.active[b]) continue;
         const int64_t lo = r.begin > row0 ? r.begin : row0, hi = r.begin + r.n < row0 + n ? r.begin + r.n : row0 + n;
         for (int64_t i = lo; i < hi; ++i) atomicMax(&s.row[i - row0].request, static_cast<int32_t>(b));
     }
@@ -111,33 +79,34 @@ __device__ __forceinline__ void describe_rows(const HeadArgs& a, int64_t row0, i
         HeadRow& row = s.row[i];
         if (row.request < 0) continue;
         const int64_t b = row.request;
-        const RowParams p = a.params(b);
+        const RowParams p = a.task.in.params(b);
         if (wants_logits(a, in_order, p)) {
             row.mode = kHeadLogits;
             continue;
         }
-        const int64_t begin = a.cu_nodes[b];
+        const int64_t begin = a.task.in.cu_nodes[b];
         int64_t node = row0 + i - begin;
         uint32_t depth = 0, above = 0;
         bool reached = true;  // a row that cannot be climbed from is never visited
         while (node > 0) {
-            const int64_t parent = a.parents[begin + node];
+            const int64_t parent = a.task.in.parents[begin + node];
             if (parent < 0 || parent >= node) {
                 reached = false;
                 break;
             }
-            above |= 1u << ((a.tokens[begin + node] >> 2) & 31);
+            above |= 1u << ((a.task.tokens[begin + node] >> 2 & 0xffffff) % 31);
             ++depth;
             node = parent;
         }
         if (!reached) continue;
         row.mode = kHeadKey;
-        row.t = static_cast<uint32_t>(a.prefix_len[b]) + depth + 1;
+        row.t = static_cast<uint32_t>(a.task.in.prefix_len[b]) + depth + 1;
         row.seed_lo = p.seed_lo;
         row.seed_hi = p.seed_hi;
         row.temperature = p.temperature;
         row.inverse = p.greedy() ? 1.0f : 1.0f / p.temperature;
         row.above = above;
+        row.plain = !a.extras() && (p.greedy() || (p.temperature > 1e-30f && p.temperature < 1e30f));
     }
     __syncthreads();
 }
@@ -145,15 +114,15 @@ __device__ __forceinline__ void describe_rows(const HeadArgs& a, int64_t row0, i
 // Penalties, bias and bitmask of ids v..v+3 of node row `r`, in the pinned order.
 __device__ __forceinline__ void apply_extras(const HeadArgs& a, const HeadRow& row, int64_t r, int64_t v, float (&x)[4]) {
     const int64_t b = row.request;
-    if (a.penalties) {
-        const RowParams p = a.params(b);
+    if (a.task.in.penalties) {
+        const RowParams p = a.task.in.params(b);
         int32_t count[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) count[j] = a.counts && v + j < a.vocab ? a.counts[b * a.vocab + v + j] : 0;
-        if (row.above >> ((v >> 2) & 31) & 1) {
-            const int64_t begin = a.cu_nodes[b];
-            for (int64_t node = r - begin; node > 0; node = a.parents[begin + node]) {  // climbed once before
-                const int64_t j = a.tokens[begin + node] - v;
+        for (int j = 0; j < 4; ++j) count[j] = a.task.out.counts && v + j < a.task.in.vocab ? a.task.out.counts[b * a.task.in.vocab + v + j] : 0;
+        if (row.above >> ((v >> 2) % 31) & 1) {
+            const int64_t begin = a.task.in.cu_nodes[b];
+            for (int64_t node = r - begin; node > 0; node = a.task.in.parents[begin + node]) {  // climbed once before
+                const int64_t j = a.task.tokens[begin + node] - v;
     #pragma unroll
             for (int i = 0; i < 4; ++i) count[i] += j == i;
             }
@@ -163,63 +132,65 @@ __device__ __forceinline__ void apply_extras(const HeadArgs& a, const HeadRow& r
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        if (a.bias && v + j < a.vocab) x[j] += a.bias[b * a.vocab + v + j];
-        if (a.bitmask && v + j < a.vocab) {
-            const int64_t words = (a.vocab + 31) / 32;
-            const uint32_t word = static_cast<uint32_t>(a.bitmask[r * words + (v >> 5)]);
+        if (a.task.bias && v + j < a.task.in.vocab) x[j] += a.task.bias[b * a.task.in.vocab + v + j];
+        if (a.task.bitmask && v + j < a.task.in.vocab) {
+            const int64_t words = (a.task.in.vocab + 31) / 32;
+            const uint32_t word = static_cast<uint32_t>(a.task.bitmask[r * words + (v >> 5)]);
             if (!(word >> ((v + j) & 31) & 1)) x[j] = -kInf;
         }
     }
 }
 
-// Logits x of ids v..v+3 (v % 4 == 0) of node row `r`; row = s.row[i].
+// Exact keys of ids v..v+3, candidates for row i. Excluded entries and those that cannot reach `bound` are passed over.
+__device__ __forceinline__ void take_candidates(
+    const HeadShared& s, int i, const HeadRow& row, int64_t v, const float (&x)[4], const Philox4& noise, float bound) {
+    Word best = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const float z = scale_logit(x[j], row.temperature == 0.0f ? 1.0f : row.temperature);
+        if (!(z > -kInf) || z + noise_bound(noise.v[j]) < bound) continue;
+        const float score = row.temperature == 0.0f ? z : z + gumbel_from_bits(noise.v[j]);
+        const Word key = make_key(score, static_cast<uint32_t>(v + j));
+        best = key > best ? key : best;
+    }
+    if (best) atomicMax(s.best + i, best);
+}
+
+// Logits x of ids v..v+3 (v % 4 == 0) of node row `r`, row i of the block.
+// Noise costs most: log-free bounds are computed for all four, and logarithms only where one of them can still win.
 __device__ __forceinline__ void take_logits(const HeadArgs& a, const HeadShared& s, int i, int64_t r, int64_t v, float (&x)[4]) {
     const HeadRow row = s.row[i];
     if (row.mode == kHeadSkip) return;
     if (row.mode == kHeadLogits) {
-        if (v < a.vocab) *reinterpret_cast<float4*>(a.logits + r * a.logits_stride + v) = make_float4(x[0], x[1], x[2], x[3]);
+        if (v < a.task.in.vocab) *reinterpret_cast<float4*>(a.logits + r * a.task.stride + v) = make_float4(x[0], x[1], x[2], x[3]);
         return;
+    }
+    const float bound = s.bound[i];
+    const bool greedy = row.temperature == 0.0f;
+    Philox4 noise{{0, 0, 0, 0}};
+    if (!greedy) noise = philox4x32(static_cast<uint32_t>(v >> 2), row.t, kStreamTarget, 0, row.seed_lo, row.seed_hi);
+    // 0 if all four are finite, else NaN
+    const float odd = __fmaf_rn(x[0], 0.0f, __fmaf_rn(x[1], 0.0f, __fmaf_rn(x[2], 0.0f, x[3] * 0.0f)));
+    if (row.plain && odd == 0.0f && v + 3 < a.task.in.vocab) {
+        float most = -kInf;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float reach = greedy ? x[j] : __fmaf_rn(x[j], row.inverse, noise_bound(noise.v[j]));
+            most = reach > most ? reach : most;
+        }
+        if (most < bound) return;
+        return take_candidates(s, i, row, v, x, noise, bound);
     }
     if (a.extras()) apply_extras(a, row, r, v, x);
     bool bad = false;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        if (v + j >= a.vocab) x[j] = -kInf;
+        if (v + j >= a.task.in.vocab) x[j] = -kInf;
         bad = bad || is_bad(x[j]);
         if (is_bad(x[j])) x[j] = -kInf;
     }
     if (bad) atomicOr(a.bad + r, 1);
-    float bound = s.bound[i];
-    Key best = 0;
-    if (row.temperature == 0.0f) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float z = scale_logit(x[j], 1.0f);
-            if (z > -kInf && z >= bound) {
-                const Key key = make_key(z, static_cast<uint32_t>(v + j));
-                best = key > best ? key : best;
-                bound = z;
-            }
-        }
-    } else {
-        // -log E <= -log x = 32 ln 2 - ln(r + 1/2) for E = -log1p(-x): with an upper bound of z, only entries that can
-        // still win are worth exact logarithms. The slack covers every rounding, here and in the exact value.
-        const Philox4 noise = philox4x32(static_cast<uint32_t>(v >> 2), row.t, kStreamTarget, 0, row.seed_lo, row.seed_hi);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float z = x[j] * row.inverse;
-            const float most = __fmaf_rn(32.0f - __log2f(static_cast<float>(noise.v[j]) + 0.5f), kLn2, z);
-            const float slack = __fmaf_rn(fabsf(z), 1e-6f, 1e-4f);
-            if (x[j] < -kFloatMax || most + slack < bound) continue;  // NaN (inverse = inf): evaluated
-            const float score = scale_logit(x[j], row.temperature) + gumbel_from_bits(noise.v[j]);
-            if (score >= bound) {
-                const Key key = make_key(score, static_cast<uint32_t>(v + j));
-                best = key > best ? key : best;
-                bound = score;
-            }
-        }
-    }
-    if (best) atomicMax(s.best + i, best);
+    take_candidates(s, i, row, v, x, noise, bound);
 }
 
 }  // namespace fv

@@ -34,8 +34,6 @@ void lm_head_verify_tree_cpu(
                                       num_tokens_out, path, next_root, flags, logprobs, vocab_size, rule);
     const int64_t rows = hidden.size(0), h = hidden.size(1);
     const IdArray token_ids(tokens);
-    const std::optional<IdArray> stops = stop_ids ? std::optional<IdArray>(IdArray(*stop_ids)) : std::nullopt;
-    const int64_t num_stops = stop_ids ? stop_ids->size(0) : 0;
     const LogitType weight_type = logit_type(weight), hidden_type = logit_type(hidden);
     const float* bias_ptr = cptr<float>(bias);
     const int32_t *mask_ptr = cptr<int32_t>(bitmask), *counts_ptr = cptr<int32_t>(counts);
@@ -104,7 +102,7 @@ void lm_head_verify_tree_cpu(
     for (int64_t b = 0; b < in.batch; ++b) {
         const RowParams p = in.params(b);
         const int64_t first_row = node_range(in.cu_nodes, b, rows).begin;
-        walk_request(in, out, token_ids, stops ? &*stops : nullptr, num_stops, b,
+        walk_request(in, out, token_ids, stop_view(stop_ids), b,
                      [&](int32_t node, int32_t depth, const int64_t* ancestors) {
             const int64_t row = first_row + node, i = first_item[b] + node;
             if (!lazy) {

@@ -4,10 +4,10 @@
 // The product (head_product.cuh) reads the weight once and leaves one 64-bit key per node row: the best of
 // score = logit / T + noise, or of the logit at temperature 0. A second kernel walks the trees over those keys
 // (head_walk.cuh). No logit reaches memory. Rows of a request with filters, and all rows when logprobs are asked, are
-// written as f32 to the workspace instead, and verify_tree's kernel reads them; which request goes which way is decided
-// on the device.
+// written as f32 to the workspace instead, and the walk reads them as verify_tree does; which request goes which way is
+// decided on the device.
 // Cost: V * H weight elements read once per 64 node rows (8 without tensor cores), 8 bytes per row and block written;
-// 3 launches. Graph-safe. Workspace: csrc/algo/head_plan.h.
+// 2 launches. Graph-safe. Workspace: csrc/algo/head_plan.h.
 #include <torch/csrc/stable/library.h>
 
 #include "accept/head_args.h"
@@ -34,7 +34,7 @@ void run_product(const Launch& launch, const HeadArgs& a, const HeadPlan& p) {
                         : p.rows_tile == 16 ? head_mma_kernel<kBf16, 16>
                         : p.rows_tile == 32 ? head_mma_kernel<kBf16, 32>
                                             : head_mma_kernel<kBf16, 64>;
-    launch.run(kernel, dim3(p.blocks), dim3(kHeadThreads), p.smem, a, p);
+    launch.run(kernel, dim3(p.blocks), dim3(head_tile(p.rows_tile)), p.smem, a, p);
 }
 
 void lm_head_verify_tree_cuda(
@@ -55,7 +55,7 @@ void lm_head_verify_tree_cuda(
     FV_CHECK(workspace && workspace->scalar_type() == ScalarType::Byte && workspace->is_contiguous() &&
                  workspace->numel() >= w.bytes && workspace->is_cuda() == hidden.is_cuda(),
              op, ": workspace must be uint8 [>= ", w.bytes, "] on the device of hidden; got ",
-             workspace ? describe(*workspace) : "None", ". Fix: pass fastverify.lm_head_workspace(hidden, weight).");
+             workspace ? describe(*workspace) : "None", ". Fix: pass lm_head_verify_tree_workspace(rows, vocab_size, device).");
     auto* base = static_cast<unsigned char*>(workspace->mutable_data_ptr());
 
     HeadArgs a;
@@ -65,44 +65,35 @@ void lm_head_verify_tree_cuda(
     a.weight_stride = weight.stride(0);
     a.hidden_type = head_type(hidden);
     a.weight_type = head_type(weight);
-    a.rows = in.rows;
-    a.batch = in.batch;
-    a.vocab = in.vocab;
     a.hidden_size = hidden.size(1);
-    a.tokens = HeadIds{tokens.const_data_ptr(), tokens.scalar_type() == ScalarType::Long};
-    a.parents = in.parents;
-    a.cu_nodes = in.cu_nodes;
-    a.prefix_len = in.prefix_len;
-    a.active = in.active;
-    a.temperature = in.temperature;
-    a.top_k = in.top_k;
-    a.top_p = in.top_p;
-    a.min_p = in.min_p;
-    a.seed = in.seed;
-    a.penalties = in.penalties;
-    a.counts = out.counts;
-    a.bias = cptr<float>(bias);
-    a.bitmask = cptr<int32_t>(bitmask);
-    a.rule = in.rule;
     a.all_logits = logprobs.has_value();
-    a.keys = reinterpret_cast<Key*>(base + w.keys);
+    a.keys = reinterpret_cast<Word*>(base + w.keys);
     a.bad = reinterpret_cast<int32_t*>(base + w.bad);
     a.counters = reinterpret_cast<uint32_t*>(base + w.counters);
     a.partials = reinterpret_cast<float*>(base + w.partials);
     a.logits = reinterpret_cast<float*>(base + w.logits);
-    a.logits_stride = w.logits_stride;
-    const HeadOutputs o{out.max_path, out.remaining,
-                        HeadIds{stop_ids ? stop_ids->const_data_ptr() : nullptr, stop_ids && stop_ids->scalar_type() == ScalarType::Long},
-                        stop_ids ? stop_ids->size(0) : 0, out_tokens.mutable_data_ptr(), out.num_tokens_out, out.path,
-                        next_root.mutable_data_ptr(), out.flags, out.counts, out_tokens.scalar_type() == ScalarType::Long,
-                        next_root.scalar_type() == ScalarType::Long};
+    VerifyTask& task = a.task;
+    task.logits = a.logits;
+    task.stride = w.logits_stride;
+    task.in = in;
+    task.out = out;
+    task.tokens = IdArray(tokens);
+    task.stops = stop_view(stop_ids);
+    task.bias = cptr<float>(bias);
+    task.bitmask = cptr<int32_t>(bitmask);
+    task.arrivals = nullptr;
+    task.row_keys = nullptr;
+    task.row_logprobs = nullptr;
+    task.shape = verify_shape(in.batch, in.rows, in.vocab, launch.props.major, launch.props.sms, /*workspace=*/false);
 
     if (in.rows > 0) {
-        if (!tensor_cores) launch.run(head_simt_kernel, dim3(plan.blocks), dim3(kHeadThreads), plan.smem, a, plan);
+        if (!tensor_cores) launch.run(head_simt_kernel, dim3(plan.blocks), dim3(kHeadSimtThreads), plan.smem, a, plan);
         else if (a.hidden_type == 2) run_product<true>(launch, a, plan);
         else run_product<false>(launch, a, plan);
     }
-    launch.run(head_walk_kernel, dim3(static_cast<unsigned>(in.batch)), dim3(kHeadThreads), 0, a, o);
+    const dim3 grid(static_cast<unsigned>(task.shape.cluster), static_cast<unsigned>(in.batch));
+    launch.run_cluster(a.extras() ? head_walk_kernel<true> : head_walk_kernel<false>, task.shape.cluster, grid, dim3(kTeamThreads),
+                       kTeamSmem, a);
 }
 
 }  // namespace

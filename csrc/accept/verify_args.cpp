@@ -1,10 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "accept/verify_args.h"
 
+#include <algorithm>
+
+#include "algo/partials.h"
+#include "algo/verify_plan.h"
+
 namespace fv {
 
 namespace {
 constexpr ScalarType kI32 = ScalarType::Int, kI64 = ScalarType::Long, kF32 = ScalarType::Float;
+}
+
+StopIds stop_view(const OptTensor& stop_ids) {
+    return stop_ids ? StopIds{IdArray(*stop_ids), stop_ids->size(0)} : StopIds{IdView{nullptr, false}, 0};
 }
 
 VerifyInputs check_inputs(
@@ -66,6 +75,89 @@ void check_row_extras(
     check_optional(op, "counts", counts, {kI32}, {batch, width}, like);
     FV_CHECK(!penalties || counts, op, ": counts must be given with penalties; got None. ",
              "Fix: pass int32 [batch, vocab] counts of the tokens emitted so far (root included).");
+}
+
+VerifyCall check_verify_tree(
+    const Tensor& logits, const Tensor& tokens, const Tensor& parents, const Tensor& cu_nodes, const Tensor& prefix_len,
+    const Tensor& active, const Tensor& remaining, const OptTensor& stop_ids, const Tensor& temperature, const Tensor& top_k,
+    const Tensor& top_p, const Tensor& min_p, const Tensor& seed, const OptTensor& bias, const OptTensor& bitmask,
+    const OptTensor& penalties, const OptTensor& counts, const Tensor& out_tokens, const Tensor& num_tokens_out,
+    const Tensor& path, const Tensor& next_root, const Tensor& flags, const OptTensor& logprobs, const OptTensor& workspace,
+    int64_t vocab_size, int64_t rule) {
+    const char* op = "verify_tree";
+    check_tensor(op, "logits", logits, {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAny, kAny}, logits,
+                 /*rows_free=*/true);
+    FV_CHECK(vocab_size <= logits.size(1), op, ": vocab_size must be at most the row width ", logits.size(1), "; got ",
+             vocab_size, ". Fix: pass the unpadded vocabulary size.");
+    const int64_t rows = logits.size(0);
+    const VerifyInputs in = check_inputs(op, logits, rows, tokens, parents, cu_nodes, prefix_len, active, temperature,
+                                         top_k, top_p, min_p, &seed, penalties, vocab_size, rule);
+    check_row_extras(op, logits, rows, in.batch, vocab_size, vocab_size, bias, bitmask, penalties, counts);
+    const VerifyOutputs out = check_outputs(op, logits, in.batch, remaining, stop_ids, counts, vocab_size, 0, out_tokens,
+                                            num_tokens_out, path, next_root, flags, logprobs);
+    if (workspace) {
+        check_tensor(op, "workspace", *workspace, {ScalarType::Byte}, {kAny}, logits);
+        const int64_t need = verify_tree_workspace_bytes(in.batch, rows);
+        FV_CHECK(workspace->size(0) >= need, op, ": workspace must have at least ", need, " bytes for ", in.batch,
+                 " requests and ", rows, " rows; got ", workspace->size(0),
+                 ". Fix: torch.zeros(fastverify.verify_tree_workspace_bytes(batch, rows), dtype=torch.uint8).");
+    }
+    return VerifyCall{in, out, stop_view(stop_ids)};
+}
+
+PartialsCall check_partials(
+    const Tensor& logits, const Tensor& tokens, const Tensor& parents, const Tensor& cu_nodes, const Tensor& prefix_len,
+    const Tensor& active, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+    const Tensor& seed, const OptTensor& bias, const OptTensor& bitmask, const OptTensor& penalties, const OptTensor& counts,
+    const Tensor& state, const Tensor& partials, int64_t vocab_offset, int64_t vocab_size, int64_t round, int64_t num_rounds,
+    int64_t rule) {
+    const char* op = "verify_tree_partials";
+    check_tensor(op, "logits", logits, {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAny, kAny}, logits, true);
+    const int64_t rows = logits.size(0);
+    const VerifyInputs in = check_inputs(op, logits, rows, tokens, parents, cu_nodes, prefix_len, active, temperature,
+                                         top_k, top_p, min_p, &seed, penalties, vocab_size, rule);
+    FV_CHECK(vocab_offset >= 0 && vocab_offset < vocab_size, op, ": vocab_offset must be in [0, ", vocab_size, "); got ",
+             vocab_offset, ". Fix: pass the first id of this rank's shard.");
+    const int64_t n = std::min(logits.size(1), vocab_size - vocab_offset);
+    check_row_extras(op, logits, rows, in.batch, n, vocab_size, bias, bitmask, penalties, counts);
+    FV_CHECK(num_rounds == 1 || num_rounds == 2 || num_rounds == kFilterRounds, op, ": num_rounds must be 1, 2 or ",
+             kFilterRounds, "; got ", num_rounds, ". Fix: 1 without filters, 2 for logprobs, ", kFilterRounds, " with filters.");
+    FV_CHECK(round >= 0 && round < num_rounds, op, ": round must be in [0, ", num_rounds, "); got ", round,
+             ". Fix: call the rounds in order.");
+    check_tensor(op, "state", state, {ScalarType::Long}, {rows, kStateWords}, logits);
+    check_tensor(op, "partials", partials, {ScalarType::Long}, {rows, kAny}, logits);
+    const int64_t words = partials.size(1);
+    FV_CHECK(words >= words_needed(static_cast<int>(num_rounds)), op, ": partials must have at least ",
+             words_needed(static_cast<int>(num_rounds)), " columns for ", num_rounds, " rounds; got ", words,
+             ". Fix: allocate it with fastverify.partial_words(num_rounds).");
+    return PartialsCall{in, n, words};
+}
+
+CombineCall check_combine(
+    const Tensor& partials, const Tensor& tokens, const Tensor& parents, const Tensor& cu_nodes, const Tensor& prefix_len,
+    const Tensor& active, const Tensor& remaining, const OptTensor& stop_ids, const Tensor& temperature, const Tensor& top_k,
+    const Tensor& top_p, const Tensor& min_p, const OptTensor& counts, const Tensor& state, const Tensor& out_tokens,
+    const Tensor& num_tokens_out, const Tensor& path, const Tensor& next_root, const Tensor& flags, const OptTensor& logprobs,
+    int64_t vocab_offset, int64_t vocab_size, int64_t round, int64_t num_rounds, int64_t rule) {
+    const char* op = "verify_tree_combine";
+    check_tensor(op, "partials", partials, {ScalarType::Long}, {kAny, kAny, kAny}, partials);
+    const int64_t world = partials.size(0), rows = partials.size(1), words = partials.size(2);
+    const VerifyInputs in = check_inputs(op, partials, rows, tokens, parents, cu_nodes, prefix_len, active, temperature,
+                                         top_k, top_p, min_p, nullptr, std::nullopt, vocab_size, rule);
+    const int64_t width = counts && counts->dim() == 2 ? counts->size(1) : 0;
+    const VerifyOutputs out = check_outputs(op, partials, in.batch, remaining, stop_ids, counts, width, vocab_offset,
+                                            out_tokens, num_tokens_out, path, next_root, flags, logprobs);
+    check_tensor(op, "state", state, {ScalarType::Long}, {rows, kStateWords}, partials);
+    FV_CHECK(num_rounds == 1 || num_rounds == 2 || num_rounds == kFilterRounds, op, ": num_rounds must be 1, 2 or ",
+             kFilterRounds, "; got ", num_rounds, ". Fix: pass the same number as to verify_tree_partials.");
+    FV_CHECK(round >= 0 && round < num_rounds, op, ": round must be in [0, ", num_rounds, "); got ", round,
+             ". Fix: call the rounds in order.");
+    FV_CHECK(words >= words_needed(static_cast<int>(num_rounds)), op, ": partials must have at least ",
+             words_needed(static_cast<int>(num_rounds)), " columns for ", num_rounds, " rounds; got ", words,
+             ". Fix: allocate it with fastverify.partial_words(num_rounds).");
+    FV_CHECK(!logprobs || num_rounds > 1, op, ": num_rounds must be 2 or ", kFilterRounds,
+             " when logprobs are asked; got 1. Fix: use 2 rounds.");
+    return CombineCall{in, out};
 }
 
 }  // namespace fv

@@ -14,21 +14,15 @@ void verify_tree_cpu(
     const Tensor active, Tensor remaining, const OptTensor stop_ids, const Tensor temperature, const Tensor top_k,
     const Tensor top_p, const Tensor min_p, const Tensor seed, const OptTensor bias, const OptTensor bitmask,
     const OptTensor penalties, OptTensor counts, Tensor out_tokens, Tensor num_tokens_out, Tensor path,
-    Tensor next_root, Tensor flags, OptTensor logprobs, OptTensor, int64_t vocab_size, int64_t rule) {
-    const char* op = "verify_tree";
-    check_tensor(op, "logits", logits, {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAny, kAny}, logits,
-                 /*rows_free=*/true);
-    FV_CHECK(vocab_size <= logits.size(1), op, ": vocab_size must be at most the row width ", logits.size(1), "; got ",
-             vocab_size, ". Fix: pass the unpadded vocabulary size.");
-    const int64_t rows = logits.size(0);
-    const VerifyInputs in = check_inputs(op, logits, rows, tokens, parents, cu_nodes, prefix_len, active, temperature,
-                                         top_k, top_p, min_p, &seed, penalties, vocab_size, rule);
-    check_row_extras(op, logits, rows, in.batch, vocab_size, vocab_size, bias, bitmask, penalties, counts);
-    const VerifyOutputs out = check_outputs(op, logits, in.batch, remaining, stop_ids, counts, vocab_size, 0, out_tokens,
-                                            num_tokens_out, path, next_root, flags, logprobs);
+    Tensor next_root, Tensor flags, OptTensor logprobs, OptTensor workspace, int64_t vocab_size, int64_t rule) {
+    const VerifyCall call = check_verify_tree(
+        logits, tokens, parents, cu_nodes, prefix_len, active, remaining, stop_ids, temperature, top_k, top_p, min_p, seed,
+        bias, bitmask, penalties, counts, out_tokens, num_tokens_out, path, next_root, flags, logprobs, workspace,
+        vocab_size, rule);
+    const VerifyInputs& in = call.in;
+    const VerifyOutputs& out = call.out;
+    const int64_t rows = in.rows;
     const IdArray token_ids(tokens);
-    const std::optional<IdArray> stops = stop_ids ? std::optional<IdArray>(IdArray(*stop_ids)) : std::nullopt;
-    const int64_t num_stops = stop_ids ? stop_ids->size(0) : 0;
     const LogitType type = logit_type(logits);
     const float* bias_ptr = cptr<float>(bias);
     const int32_t* mask_ptr = cptr<int32_t>(bitmask);
@@ -39,7 +33,7 @@ void verify_tree_cpu(
         for (int64_t b = begin; b < end; ++b) {
             const RowParams p = in.params(b);
             const int64_t first_row = node_range(in.cu_nodes, b, rows).begin;
-            walk_request(in, out, token_ids, stops ? &*stops : nullptr, num_stops, b,
+            walk_request(in, out, token_ids, call.stops, b,
                          [&](int32_t node, int32_t depth, const int64_t* ancestors) {
                 const int64_t row = first_row + node;
                 const void* x = row_pointer(logits, row);

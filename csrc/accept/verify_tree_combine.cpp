@@ -48,24 +48,12 @@ void verify_tree_combine_cpu(
     const Tensor top_p, const Tensor min_p, OptTensor counts, Tensor state, Tensor out_tokens, Tensor num_tokens_out,
     Tensor path, Tensor next_root, Tensor flags, OptTensor logprobs, int64_t vocab_offset, int64_t vocab_size,
     int64_t round, int64_t num_rounds, int64_t rule) {
-    const char* op = "verify_tree_combine";
-    check_tensor(op, "partials", partials, {ScalarType::Long}, {kAny, kAny, kAny}, partials);
+    const CombineCall call = check_combine(partials, tokens, parents, cu_nodes, prefix_len, active, remaining, stop_ids,
+                                           temperature, top_k, top_p, min_p, counts, state, out_tokens, num_tokens_out, path,
+                                           next_root, flags, logprobs, vocab_offset, vocab_size, round, num_rounds, rule);
     const int64_t world = partials.size(0), rows = partials.size(1), words = partials.size(2);
-    const VerifyInputs in = check_inputs(op, partials, rows, tokens, parents, cu_nodes, prefix_len, active, temperature,
-                                         top_k, top_p, min_p, nullptr, std::nullopt, vocab_size, rule);
-    const int64_t width = counts && counts->dim() == 2 ? counts->size(1) : 0;
-    const VerifyOutputs out = check_outputs(op, partials, in.batch, remaining, stop_ids, counts, width, vocab_offset,
-                                            out_tokens, num_tokens_out, path, next_root, flags, logprobs);
-    check_tensor(op, "state", state, {ScalarType::Long}, {rows, kStateWords}, partials);
-    FV_CHECK(num_rounds == 1 || num_rounds == 2 || num_rounds == kFilterRounds, op, ": num_rounds must be 1, 2 or ",
-             kFilterRounds, "; got ", num_rounds, ". Fix: pass the same number as to verify_tree_partials.");
-    FV_CHECK(round >= 0 && round < num_rounds, op, ": round must be in [0, ", num_rounds, "); got ", round,
-             ". Fix: call the rounds in order.");
-    FV_CHECK(words >= words_needed(static_cast<int>(num_rounds)), op, ": partials must have at least ",
-             words_needed(static_cast<int>(num_rounds)), " columns for ", num_rounds, " rounds; got ", words,
-             ". Fix: allocate it with fastverify.partial_words(num_rounds).");
-    FV_CHECK(!logprobs || num_rounds > 1, op, ": num_rounds must be 2 or ", kFilterRounds,
-             " when logprobs are asked; got 1. Fix: use 2 rounds.");
+    const VerifyInputs& in = call.in;
+    const VerifyOutputs& out = call.out;
     const RoundKind kind = round_kind(static_cast<int>(round), static_cast<int>(num_rounds));
     const int64_t* in_words = cptr<int64_t>(partials);
     int64_t* state_ptr = mptr<int64_t>(state);
@@ -82,11 +70,10 @@ void verify_tree_combine_cpu(
         return;
     }
     const IdArray token_ids(tokens);
-    const std::optional<IdArray> stops = stop_ids ? std::optional<IdArray>(IdArray(*stop_ids)) : std::nullopt;
     for (int64_t b = 0; b < in.batch; ++b) {
         const NodeRange range = node_range(in.cu_nodes, b, rows);
         const int64_t first_row = range.begin;
-        walk_request(in, out, token_ids, stops ? &*stops : nullptr, stop_ids ? stop_ids->size(0) : 0, b,
+        walk_request(in, out, token_ids, stop_view(stop_ids), b,
                      [&](int32_t node, int32_t, const int64_t*) {
             const int64_t row = first_row + node;
             uint64_t best = 0, mass = 0;

@@ -59,26 +59,11 @@ void verify_tree_partials_cpu(
     const Tensor seed, const OptTensor bias, const OptTensor bitmask, const OptTensor penalties, const OptTensor counts,
     const Tensor state, Tensor partials, int64_t vocab_offset, int64_t vocab_size, int64_t round, int64_t num_rounds,
     int64_t rule) {
-    const char* op = "verify_tree_partials";
-    check_tensor(op, "logits", logits, {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAny, kAny}, logits, true);
-    const int64_t rows = logits.size(0);
-    const VerifyInputs in = check_inputs(op, logits, rows, tokens, parents, cu_nodes, prefix_len, active, temperature,
-                                         top_k, top_p, min_p, &seed, penalties, vocab_size, rule);
-    FV_CHECK(vocab_offset >= 0 && vocab_offset < vocab_size, op, ": vocab_offset must be in [0, ", vocab_size, "); got ",
-             vocab_offset, ". Fix: pass the first id of this rank's shard.");
-    const int64_t n = std::min(logits.size(1), vocab_size - vocab_offset);
-    check_row_extras(op, logits, rows, in.batch, n, vocab_size, bias, bitmask, penalties, counts);
-    FV_CHECK(num_rounds == 1 || num_rounds == 2 || num_rounds == kFilterRounds, op, ": num_rounds must be 1, 2 or ",
-             kFilterRounds, "; got ", num_rounds, ". Fix: 1 without filters, 2 for logprobs, ", kFilterRounds, " with filters.");
-    FV_CHECK(round >= 0 && round < num_rounds, op, ": round must be in [0, ", num_rounds, "); got ", round,
-             ". Fix: call the rounds in order.");
-    check_tensor(op, "state", state, {ScalarType::Long}, {rows, kStateWords}, logits);
-    check_tensor(op, "partials", partials, {ScalarType::Long}, {rows, kAny}, logits);
-    const int64_t words = partials.size(1);
-    FV_CHECK(words >= words_needed(static_cast<int>(num_rounds)), op, ": partials must have at least ",
-             words_needed(static_cast<int>(num_rounds)), " columns for ", num_rounds, " rounds; got ", words,
-             ". Fix: allocate it with fastverify.partial_words(num_rounds).");
-
+    const PartialsCall call = check_partials(logits, tokens, parents, cu_nodes, prefix_len, active, temperature, top_k, top_p,
+                                             min_p, seed, bias, bitmask, penalties, counts, state, partials, vocab_offset,
+                                             vocab_size, round, num_rounds, rule);
+    const VerifyInputs& in = call.in;
+    const int64_t rows = in.rows, n = call.shard, words = call.words;
     const IdArray token_ids(tokens);
     const LogitType type = logit_type(logits);
     const RoundKind kind = round_kind(static_cast<int>(round), static_cast<int>(num_rounds));

@@ -76,21 +76,29 @@ FV_HD float log_exact(float x) {
     return log_poly(m - 1.0f, static_cast<float>(e));
 }
 
-// 2^t for t <= 0 (0 below -126): round-to-nearest split, degree-6 polynomial on [-1/2, 1/2], error < 2^-23.
-FV_HD float exp2_exact(float t) {
-    const float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer (ties to even)
-    const float tc = t < -126.0f ? -126.0f : t;
-    const float shifted = tc + kMagic;
-    const float n = shifted - kMagic;
-    const float f = tc - n;
+constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer (ties to even)
+
+// 2^t = p * 2^k: round-to-nearest split t = k + f, degree-6 polynomial on [-1/2, 1/2], error < 2^-23. Returns p;
+// *shifted holds k in its low bits (as a float, kRoundMagic + k).
+FV_HD float exp2_split(float t, float* shifted) {
+    *shifted = t + kRoundMagic;
+    const float n = *shifted - kRoundMagic;
+    const float f = t - n;
     float p = 1.535336188319500e-4f;
     p = fma_exact(p, f, 1.339887440266574e-3f);
     p = fma_exact(p, f, 9.618437357674640e-3f);
     p = fma_exact(p, f, 5.550332471162809e-2f);
     p = fma_exact(p, f, 2.402264791363012e-1f);
     p = fma_exact(p, f, 6.931472028550421e-1f);
-    p = fma_exact(p, f, 1.0f);
-    const int32_t k = static_cast<int32_t>(float_to_bits(shifted)) - static_cast<int32_t>(float_to_bits(kMagic));
+    return fma_exact(p, f, 1.0f);
+}
+
+// 2^t for t <= 0 (0 below -126).
+FV_HD float exp2_exact(float t) {
+    const float tc = t < -126.0f ? -126.0f : t;
+    float shifted;
+    const float p = exp2_split(tc, &shifted);
+    const int32_t k = static_cast<int32_t>(float_to_bits(shifted)) - static_cast<int32_t>(float_to_bits(kRoundMagic));
     const float scale = bits_to_float(static_cast<uint32_t>(k + 127) << 23);
     return t < -126.0f ? 0.0f : p * scale;
 }
@@ -99,10 +107,25 @@ constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 constexpr int kMassShift = 43;  // a mass of 1 is 2^43: 2^20 entries sum below 2^63
 
+// Integer part of x in [2^-20, 2^43].
+FV_HD uint64_t integer_part(float x) {
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+    // these convert to 64 bits at 1/64 of the rate of a shift
+    const uint32_t bits = float_to_bits(x);
+    return (static_cast<uint64_t>((bits & 0x7fffffu) | 0x800000u) << 20) >> (170 - (bits >> 23));
+#else
+    return static_cast<uint64_t>(static_cast<int64_t>(x));
+#endif
+}
+
 // exp(z - zmax) as unsigned fixed point: integer sums are the same in any order, sharding and back end.
+// floor(2^43 * exp2_exact((z - zmax) * log2 e)): scaling by 2^43 first and stopping at 2^-62 changes no integer.
 FV_HD uint64_t mass_of(float z, float zmax) {
-    const float e = exp2_exact((z - zmax) * kLog2E);
-    return static_cast<uint64_t>(static_cast<int64_t>(e * 8796093022208.0f));  // 2^43, exact product
+    const float t = (z - zmax) * kLog2E;
+    float shifted;
+    const float p = exp2_split(t < -62.0f ? -62.0f : t, &shifted);
+    const uint32_t exponent = (float_to_bits(shifted) << 23) + (static_cast<uint32_t>(127 + kMassShift) << 23);
+    return integer_part(p * bits_to_float(exponent));
 }
 
 // log of a fixed-point mass (relative to 2^43), float32.

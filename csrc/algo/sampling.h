@@ -87,6 +87,20 @@ FV_HD float gumbel_noise(uint32_t v, uint32_t t, uint32_t seed_lo, uint32_t seed
     return gumbel_from_bits(r.v[v & 3]);
 }
 
+// A bound from above on gumbel_from_bits(r), at most 0.07 too high for x <= 2^-7, without logarithms: E >= x, and the bits
+// of a float lie on chords below its log2. Rounding can take up to kBoundSlack of it.
+FV_HD float noise_bound(uint32_t r) {
+    const uint32_t bits = float_to_bits(static_cast<float>(r));
+    const float steps = bits_to_float((bits >> 9) + 0x4b000000u);  // 2^23 + (127 + log2 r) 2^14
+    return fma_exact(steps, -4.2306350e-5f, 465.10176f);           // -ln2 2^-14, ln2 (512 + 127 + 32)
+}
+constexpr float kBoundSlack = 1e-3f;
+// What noise_bound plus an unexact z of relative error 2^-22 may still hide below a score s.
+FV_HD float below(float s) {
+    const float magnitude = s < 0.0f ? -s : s;
+    return s - (kBoundSlack + magnitude * 9.5367432e-7f);
+}
+
 // Top-p: mass that must be covered before the cut, floor(p * total) on a 2^-24 grid, at least 1 so that the maximum
 // always stays. An entry is kept iff the mass of strictly larger entries is below it.
 FV_HD uint64_t top_p_need(uint64_t total, float top_p) {

@@ -44,7 +44,7 @@ struct fv_comm {
 // state words
 enum CommState : int {
     kEpoch = 0,     // of the next call; never 0
-    kArrived = 1,   // blocks of the running call that have read the epoch
+    kArrived = 1,   // blocks of the running call that are done with the epoch
     kPoison = 2,    // != 0: this rank has given up
     kCommStateWords = 8,
 };
@@ -53,10 +53,9 @@ enum CommState : int {
 enum CommStatus : int {
     kFailure = 0,   // kNoFailure, kTimeout, kPoisonedByPeer
     kFailedRank = 1,
-    kMissingRank = 2,
     kFailedEpoch = 3,
     kFailedStage = 4,
-    kMissingMask = 5,  // bit r: some thread of this rank waited in vain for rank r
+    kMissingMask = 5,  // bit r: this rank was waiting for rank r when it gave up
     kCommStatusWords = 8,
 };
 constexpr uint32_t kNoFailure = 0, kTimeout = 1, kPoisonedByPeer = 2;

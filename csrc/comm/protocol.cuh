@@ -3,10 +3,11 @@
 //
 // A vector carries its own readiness. Peer memory: every 32-bit word of a slot that waits is kEmpty (a NaN code that
 // arithmetic never makes; a sender rewrites that one value to the canonical NaN), compared as raw bits; the reader puts
-// kEmpty back after reading. Host mailbox: a vector travels as four 8-byte words {data, epoch}; nothing is put back.
+// kEmpty back after reading. Host mailbox: a vector travels as four 8-byte words {data, epoch}, two in each half of the
+// slot, so that a warp's accesses are whole lines (PCIe reads of half lines run at a third of the speed); nothing is put back.
 // Slots exist three times, used in turn by epoch. A rank starts call e + 1 only after all others have started call e,
 // so when a slot is used again its reader has long finished with it; kernels of one rank run in stream order.
-// The epoch is device memory, advanced by the last block to read it: graph replays are never frozen.
+// The epoch is device memory, advanced by the last block of a call: graph replays are never frozen.
 #pragma once
 #include "comm/comm_hooks.cuh"
 #include "comm/fv_comm.h"
@@ -41,24 +42,27 @@ struct Exchange {
     uint32_t buffer;
     bool failed;  // of this thread; what it reads from then on is NaN
 
-    // All threads of a block call it. `scratch`: 2 words of shared memory.
-    __device__ __forceinline__ Exchange(const CommArgs& a, int local, uint32_t blocks, uint32_t* scratch)
+    // All threads of a block call it, and finish() at the end. `scratch`: 2 words of shared memory.
+    __device__ __forceinline__ Exchange(const CommArgs& a, int local, uint32_t* scratch)
         : args(a), me(a.ranks[local]), rank(a.first_rank + local) {
         if (threadIdx.x == 0) {
             const uint32_t e = ld_acquire(&me.state[kEpoch]);
-            const bool dead = me.state[kPoison] != 0 || ld_relaxed_sys(poison_of(me.slabs[rank])) != 0;
-            if (atomic_add_acq_rel(&me.state[kArrived], 1) == blocks - 1) {
-                me.state[kArrived] = 0;
-                st_release(&me.state[kEpoch], e + 1 == 0 ? 1 : e + 1);
-            }
             scratch[0] = e;
-            scratch[1] = dead;
+            scratch[1] = ld_relaxed_sys(&me.state[kPoison]);
         }
         __syncthreads();
         epoch = scratch[0];
         failed = scratch[1] != 0;
         buffer = epoch % kCommBuffers;
-        if (failed && threadIdx.x == 0) report(kPoisonedByPeer, rank, 9);
+        if (failed && threadIdx.x == 0) report(kPoisonedByPeer, 0, 9);
+    }
+
+    // The last of the rank's `blocks` to come here advances the epoch: by then all of them have read it.
+    __device__ __forceinline__ void finish(uint32_t blocks) const {
+        if (threadIdx.x == 0 && atomic_add_acq_rel(&me.state[kArrived], 1) == blocks - 1) {
+            me.state[kArrived] = 0;
+            st_release(&me.state[kEpoch], epoch + 1 == 0 ? 1 : epoch + 1);
+        }
     }
 
     static __device__ __forceinline__ uint32_t* poison_of(uint8_t* slab) { return reinterpret_cast<uint32_t*>(slab); }
@@ -67,15 +71,16 @@ struct Exchange {
     struct Slot {
         uint8_t* data;
         bool tagged;
+        int64_t half;  // tagged: bytes from the first two words of a vector to the other two
     };
     __device__ __forceinline__ Slot slot(int reader, int region, int source) const {
         uint8_t* slab = me.slabs[reader];
         if (region == kGatherRegion) {
             const int64_t index = static_cast<int64_t>(buffer) * args.world + source;
-            return Slot{slab + gather_offset(args.world, args.stride) + index * kGatherStride, true};
+            return Slot{slab + gather_offset(args.world, args.stride) + index * kGatherStride, true, kGatherStride / 2};
         }
         const int64_t index = (static_cast<int64_t>(buffer) * 2 + region) * args.world + source;
-        return Slot{slab + kSlabHeader + index * args.stride, args.mailbox};
+        return Slot{slab + kSlabHeader + index * args.stride, args.mailbox, args.stride / 2};
     }
 
     static __device__ __forceinline__ uint4 escape(uint4 v, uint32_t nan) {
@@ -92,7 +97,7 @@ struct Exchange {
         auto half = [&](uint4 w, bool second) {
             if (to.tagged) {
                 const uint4 h = second ? make_uint4(w.z, epoch, w.w, epoch) : make_uint4(w.x, epoch, w.y, epoch);
-                st_relaxed_sys_16(to.data + i * 32 + 16 * second, h);
+                st_relaxed_sys_16(to.data + i * 16 + (second ? to.half : 0), h);
             } else {
                 uint32_t* p = reinterpret_cast<uint32_t*>(to.data + i * 16 + 8 * second);
                 st_relaxed_sys(p, second ? w.z : w.x);
@@ -113,61 +118,63 @@ struct Exchange {
         whole(v);
     }
 
-    // One look at vector i; *ready says whether it was complete.
-    __device__ __forceinline__ uint4 look(const Slot& from, int64_t i, bool* ready) const {
-        if (from.tagged) {
-            const uint4 a = ld_relaxed_sys_16(from.data + i * 32), b = ld_relaxed_sys_16(from.data + i * 32 + 16);
-            *ready = a.y == epoch && a.w == epoch && b.y == epoch && b.w == epoch;
-            return make_uint4(a.x, a.z, b.x, b.z);
-        }
-        const uint4 v = ld_relaxed_sys_16(from.data + i * 16);
-        *ready = v.x != kEmpty && v.y != kEmpty && v.z != kEmpty && v.w != kEmpty;
-        return v;
-    }
-
-    // Waits for vector i from `source`, takes it and leaves the slot empty. After a failure: all words NaN. (v, ready):
-    // what an earlier look gave.
-    __device__ __forceinline__ uint4 take(const Slot& from, int source, int region, int64_t i, uint4 v, bool ready) {
-        if (!ready && !failed) v = wait(from, source, i, region);
-        if (failed) return make_uint4(kEmpty, kEmpty, kEmpty, kEmpty);
-        if (!from.tagged) st_relaxed_sys_16(from.data + i * 16, make_uint4(kEmpty, kEmpty, kEmpty, kEmpty));
-        return v;
-    }
-
-    __device__ __noinline__ uint4 wait(const Slot& from, int source, int64_t i, int stage) {
+    // Waits for vector i from every rank in `sources` (bits), takes them and leaves the slots empty. After a failure all
+    // words are NaN. One loop for all sources: their latencies overlap.
+    __device__ __forceinline__ void take(uint32_t sources, int region, int64_t i, uint4 (&got)[kMaxRanks]) {
+#pragma unroll
+        for (int r = 0; r < kMaxRanks; ++r) got[r] = make_uint4(kEmpty, kEmpty, kEmpty, kEmpty);
+        const bool tagged = args.mailbox || region == kGatherRegion;
+        uint32_t pending = failed ? 0 : sources;
         uint64_t start = 0;
         for (uint32_t spins = 1;; ++spins) {
-            bool ready;
-            const uint4 v = look(from, i, &ready);
-            if (ready) return v;
+#pragma unroll
+            for (int r = 0; r < kMaxRanks; ++r) {
+                if (!(pending >> r & 1)) continue;
+                const Slot waiting = slot(rank, region, r);
+                const uint8_t* from = waiting.data;
+                if (tagged) {
+                    const uint4 a = ld_relaxed_sys_16(from + i * 16), b = ld_relaxed_sys_16(from + i * 16 + waiting.half);
+                    got[r] = make_uint4(a.x, a.z, b.x, b.z);
+                    if (a.y == epoch && a.w == epoch && b.y == epoch && b.w == epoch) pending &= ~(1u << r);
+                } else {
+                    got[r] = ld_relaxed_sys_16(from + i * 16);
+                    if (got[r].x != kEmpty && got[r].y != kEmpty && got[r].z != kEmpty && got[r].w != kEmpty) pending &= ~(1u << r);
+                }
+            }
+            if (pending == 0) break;
             if (spins % kSpinsPerLook == 0) {
                 const uint64_t now = global_timer();
                 if (start == 0) start = now;
                 const bool poisoned =
                     ld_relaxed_sys(&me.state[kPoison]) != 0 || ld_relaxed_sys(poison_of(me.slabs[rank])) != 0;
                 if (poisoned || now - start > args.deadline_ns) {
-                    give_up(poisoned ? kPoisonedByPeer : kTimeout, source, stage);
-                    return v;
+                    give_up(poisoned ? kPoisonedByPeer : kTimeout, pending, region);
+                    break;
                 }
                 if (spins > kSpinsBeforeNap) __nanosleep(200);
             }
             spin_pause();
         }
+#pragma unroll
+        for (int r = 0; r < kMaxRanks; ++r) {
+            if (!(sources >> r & 1)) continue;
+            if (failed) got[r] = make_uint4(kEmpty, kEmpty, kEmpty, kEmpty);
+            else if (!tagged) st_relaxed_sys_16(slot(rank, region, r).data + i * 16, make_uint4(kEmpty, kEmpty, kEmpty, kEmpty));
+        }
     }
 
     // This rank is lost: say so on the host page and to every peer, and stop waiting.
-    __device__ __forceinline__ void give_up(uint32_t why, int missing, int stage) {
+    __device__ __forceinline__ void give_up(uint32_t why, uint32_t missing, int stage) {
         failed = true;
         report(why, missing, stage);
         st_relaxed_sys(&me.state[kPoison], 1);
         for (int r = 0; r < args.world; ++r) st_relaxed_sys(poison_of(me.slabs[r]), 1u + rank);
     }
-    __device__ __forceinline__ void report(uint32_t why, int missing, int stage) {
-        if (missing != rank) atomicOr(&me.state[kMissingMask], 1u << missing);
+    __device__ __forceinline__ void report(uint32_t why, uint32_t missing, int stage) {
+        atomicOr(&me.state[kMissingMask], missing);
         st_relaxed_sys(&me.status[kMissingMask], ld_relaxed_sys(&me.state[kMissingMask]));
         if (ld_relaxed_sys(&me.status[kFailure]) != kNoFailure) return;
         st_relaxed_sys(&me.status[kFailedRank], rank);
-        st_relaxed_sys(&me.status[kMissingRank], missing);
         st_relaxed_sys(&me.status[kFailedEpoch], epoch);
         st_relaxed_sys(&me.status[kFailedStage], stage);
         st_relaxed_sys(&me.status[kFailure], why);

@@ -112,8 +112,11 @@ struct Segment {
     __device__ __forceinline__ int64_t vectors() const { return (n + Wire<T>::kElements - 1) / Wire<T>::kElements; }
     __device__ __forceinline__ int64_t slice() const { return (vectors() + world() - 1) / world(); }
     __device__ __forceinline__ int world() const { return exchange.args.world; }
+    // `first`: this thread's own vector number `first_at`, loaded before the epoch was known (-1: none).
+    uint4 first = make_uint4(0, 0, 0, 0);
+    int64_t first_at = -1;
     __device__ __forceinline__ uint4 own(int64_t j) const {
-        return Exchange<kHooks>::escape(load_vector(x, j, n), Wire<T>::kNan);
+        return Exchange<kHooks>::escape(j == first_at ? first : load_vector(x, j, n), Wire<T>::kNan);
     }
 
     // Stage 1: everything peers need of this rank's input.
@@ -140,26 +143,15 @@ struct Segment {
     __device__ __forceinline__ uint4 sum(int64_t i, int64_t j) {
         constexpr int kN = Wire<T>::kElements;
         uint4 got[kMaxRanks];
-        bool ready[kMaxRanks];
-#pragma unroll
-        for (int r = 0; r < kMaxRanks; ++r) {
-            ready[r] = false;
-            got[r] = make_uint4(kEmpty, kEmpty, kEmpty, kEmpty);
-            if (r < world() && r != exchange.rank && !exchange.failed) {
-                got[r] = exchange.look(exchange.slot(exchange.rank, 0, r), i, &ready[r]);
-            }
-        }
+        exchange.take(((1u << world()) - 1) & ~(1u << exchange.rank), 0, i, got);
         float total[kN];
 #pragma unroll
         for (int k = 0; k < kN; ++k) total[k] = 0.0f;
 #pragma unroll
         for (int r = 0; r < kMaxRanks; ++r) {
             if (r >= world()) continue;
-            uint4 v;
-            if (r == exchange.rank) v = own(j);
-            else v = exchange.take(exchange.slot(exchange.rank, 0, r), r, 0, i, got[r], ready[r]);
             float f[kN];
-            Wire<T>::unpack(v, f);
+            Wire<T>::unpack(r == exchange.rank ? own(j) : got[r], f);
 #pragma unroll
             for (int k = 0; k < kN; ++k) total[k] = r == 0 ? f[k] : total[k] + f[k];
         }
@@ -195,17 +187,13 @@ struct Segment {
         if (!exchange.args.two_shot) return;
         const int64_t s = slice();
         for (int64_t i = thread; i < s; i += threads) {
+            uint32_t owners = 0;  // that have a vector i in their slice
+            for (int r = 0; r < world(); ++r) owners |= r != exchange.rank && r * s + i < vectors() ? 1u << r : 0u;
+            uint4 got[kMaxRanks];
+            exchange.take(owners, 1, at + i, got);
 #pragma unroll
-            for (int k = 1; k < kMaxRanks; ++k) {
-                if (k >= world()) continue;
-                const int owner = exchange.rank + k < world() ? exchange.rank + k : exchange.rank + k - world();
-                const int64_t j = owner * s + i;
-                if (j >= vectors()) continue;
-                const auto from = exchange.slot(exchange.rank, 1, owner);
-                bool ready = false;
-                const uint4 first = exchange.failed ? make_uint4(kEmpty, kEmpty, kEmpty, kEmpty)
-                                                    : exchange.look(from, at + i, &ready);
-                sink(j, exchange.take(from, owner, 1, at + i, first, ready));
+            for (int r = 0; r < kMaxRanks; ++r) {
+                if (owners >> r & 1) sink(r * s + i, got[r]);
             }
         }
     }

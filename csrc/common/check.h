@@ -10,6 +10,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/ids.h"
+
 #define FV_CHECK(cond, ...)                                   \
     do {                                                      \
         if (!(cond)) [[unlikely]] {                           \
@@ -109,23 +111,12 @@ const T* cptr(const OptTensor& t) { return t ? cptr<T>(*t) : nullptr; }
 template <class T>
 T* mptr(const OptTensor& t) { return t ? mptr<T>(*t) : nullptr; }
 
-// Token ids may be int32 or int64; structure is int32 only.
-struct IdArray {
-    const void* data;
-    bool wide;
-    explicit IdArray(const Tensor& t) : data(t.const_data_ptr()), wide(t.scalar_type() == ScalarType::Long) {}
-    int64_t operator[](int64_t i) const {
-        return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
-    }
+// Token ids may be int32 or int64; structure is int32 only. Kernels take the bases (common/ids.h).
+struct IdArray : IdView {
+    explicit IdArray(const Tensor& t) : IdView{t.const_data_ptr(), t.scalar_type() == ScalarType::Long} {}
 };
-struct IdArrayOut {
-    void* data;
-    bool wide;
-    explicit IdArrayOut(const Tensor& t) : data(t.mutable_data_ptr()), wide(t.scalar_type() == ScalarType::Long) {}
-    void set(int64_t i, int64_t v) const {
-        if (wide) static_cast<int64_t*>(data)[i] = v;
-        else static_cast<int32_t*>(data)[i] = static_cast<int32_t>(v);
-    }
+struct IdArrayOut : IdStore {
+    explicit IdArrayOut(const Tensor& t) : IdStore{t.mutable_data_ptr(), t.scalar_type() == ScalarType::Long} {}
 };
 
 }  // namespace fv

@@ -18,6 +18,11 @@ __device__ __forceinline__ void cp_async_16(void* dst, const void* src, bool pre
     const int bytes = pred ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(dst)), "l"(src), "r"(bytes) : "memory");
 }
+// The same for bytes read once, in order: the L2 fetches 256 bytes at a time.
+__device__ __forceinline__ void cp_async_16_stream(void* dst, const void* src, bool pred = true) {
+    const int bytes = pred ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(dst)), "l"(src), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
@@ -100,6 +105,43 @@ __device__ __forceinline__ uint4 load_streaming_16(const void* p) {
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
+}
+
+// x, of which the compiler knows nothing: what is made from it is computed here, not kept in registers from afar.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// ---- clusters (sm_90 and newer; elsewhere a block is a cluster of its own) ----------------------------------
+// Barrier of all threads of the cluster: what they wrote before it, shared memory included, is visible after it.
+__device__ __forceinline__ void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+// This block's rank in its cluster.
+__device__ __forceinline__ uint32_t cluster_rank() {
+#if __CUDA_ARCH__ >= 900
+    uint32_t r;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+#else
+    return 0;
+#endif
+}
+// The same shared memory object in another block of the cluster.
+template <class T>
+__device__ __forceinline__ T* cluster_map(T* p, uint32_t rank) {
+#if __CUDA_ARCH__ >= 900
+    uint64_t q;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(q) : "l"(reinterpret_cast<uint64_t>(p)), "r"(rank));
+    return reinterpret_cast<T*>(q);
+#else
+    return p;
+#endif
 }
 
 // ---- words shared with other GPUs and the host ------------------------------------------------------------

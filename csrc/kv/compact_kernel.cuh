@@ -145,13 +145,28 @@ __device__ __forceinline__ int32_t request_length(const CompactArgs& a, int64_t 
     return compact_length(a.path + b * a.depth, a.num_tokens_out[b], a.depth, nodes);
 }
 
+// request_length by one warp, 32 entries at a time: the first that is not above its predecessor, or not a node, ends it.
+__device__ __forceinline__ int32_t warp_length(const CompactArgs& a, int64_t b) {
+    const int32_t* const path = a.path + b * a.depth;
+    const int lane = threadIdx.x & 31;
+    const int64_t nodes = a.cu_nodes ? static_cast<int64_t>(a.cu_nodes[b + 1]) - a.cu_nodes[b] : INT32_MAX;
+    const int32_t count = a.num_tokens_out[b], limit = count < a.depth ? count : a.depth;
+    for (int32_t first = 0; first < limit; first += 32) {
+        const int32_t i = first + lane, at = i < a.depth ? i : a.depth - 1;
+        const int32_t entry = path[at], last = at > 0 ? path[at - 1] : -1;
+        const uint32_t ends = __ballot_sync(kFullWarp, i < limit && (entry <= last || entry >= nodes));
+        if (ends) return first + __ffs(static_cast<int>(ends)) - 1;
+    }
+    return limit < 0 ? 0 : limit;
+}
+
 template <class Layers>
 __global__ void __launch_bounds__(kCompactThreads, 4) compact_kernel(const CompactArgs a, const Layers layers) {
     __shared__ int64_t sums[33];
     const uint32_t per_request = a.move_blocks + a.aux_blocks, block = blockIdx.x % per_request;
     const int64_t b = blockIdx.x / per_request;
     const int32_t* const path = a.path + b * a.depth;
-    const int32_t length = request_length(a, b);
+    const int32_t length = warp_length(a, b);
     if (block < a.move_blocks) {
         move_rows(a, layers, b, path, length, block);
         return;

@@ -7,6 +7,8 @@
 // Cost: about B * (M + N * words) elements. Graph-safe.
 #include <torch/csrc/stable/library.h>
 
+#include "algo/tree_plan.h"
+#include "common/ids.h"
 #include "common/launch.h"
 #include "tree/select.cuh"
 #include "tree/tree_args.h"
@@ -14,57 +16,46 @@
 namespace fv {
 namespace {
 
-constexpr int kThreads = 1024;
-constexpr int kWarps = kThreads / 32;
-constexpr int64_t kStaticShared = 16 * 1024;      // an upper bound of the arrays below
-constexpr int64_t kMaxPool = int64_t{1} << 19;
+constexpr int kMaxThreads = 1024;
 
 struct BuildTree {
-    const float* pool_scores;         // [B, pool]
-    const void* pool_tokens;          // [B, pool] int32 or int64
-    const int32_t* pool_parents;      // [B, pool]
-    const void* root_tokens;          // [B] int32 or int64
+    const float* pool_scores;             // [B, pool]
+    IdView pool_tokens;                   // [B, pool]
+    const int32_t* pool_parents;          // [B, pool]
+    IdView root_tokens;                   // [B]
     const int32_t *prefix_len, *active;   // [B]
-    void* tokens;                     // [rows] int32 or int64
-    int32_t* parents;                 // [rows]
-    uint64_t* mask;                   // [rows, words]
-    int32_t *depth, *positions;       // [rows]
-    int32_t *cu_nodes, *flags;        // [B+1], [B]
+    IdStore tokens;                       // [rows]
+    int32_t* parents;                     // [rows]
+    uint64_t* mask;                       // [rows, words]
+    int32_t *depth, *positions;           // [rows]
+    int32_t *cu_nodes, *flags;            // [B+1], [B]
     int64_t batch, pool, rows, num_nodes, vocab_size;
-    int words, count_warps;           // warps that count earlier requests
-    bool wide_pool, wide_root, wide_out, stored;
+    int words, count_warps;               // warps that count earlier requests
+    bool stored;
 };
 
-__device__ __forceinline__ int64_t load_id(const void* ids, bool wide, int64_t i) {
-    return wide ? static_cast<const int64_t*>(ids)[i] : static_cast<const int32_t*>(ids)[i];
-}
-__device__ __forceinline__ void store_id(void* ids, bool wide, int64_t i, int64_t id) {
-    if (wide) static_cast<int64_t*>(ids)[i] = id;
-    else static_cast<int32_t*>(ids)[i] = static_cast<int32_t>(id);
-}
-
 // One warp: live entries of a pool, counted from its start until there are `want`. bits: one bit per entry, of this warp.
-__device__ __forceinline__ int64_t count_alive(
-    const float* __restrict__ scores, const int32_t* __restrict__ parents, int64_t size, int64_t want, uint32_t* bits) {
-    constexpr int kBatch = 4;
+__device__ __forceinline__ int count_alive(
+    const float* __restrict__ scores, const int32_t* __restrict__ parents, int size, int want, uint32_t* bits) {
+    constexpr int kBatch = 2;
     const int lane = threadIdx.x & 31;
-    int64_t alive = 0;
-    for (int64_t first = 0; first < size && alive < want; first += 32 * kBatch) {
+    int alive = 0;
+    for (int first = 0; first < size && alive < want; first += 32 * kBatch) {
         float score[kBatch];
         int32_t parent[kBatch];
 #pragma unroll
         for (int u = 0; u < kBatch; ++u) {
-            const int64_t i = first + 32 * u + lane;
+            const int i = first + 32 * u + lane;
             score[u] = i < size ? scores[i] : minus_infinity();
             parent[u] = i < size ? parents[i] : -1;
         }
 #pragma unroll
         for (int u = 0; u < kBatch; ++u) {
-            const int64_t start = first + 32 * u, i = start + lane;
-            const int64_t p = parent[u];
+            const int start = first + 32 * u, i = start + lane;
+            const int p = parent[u];
             bool ok = not_nan(score[u]) > minus_infinity() && valid_parent(parent[u], i);
             if (ok && p >= 0 && p < start) ok = bits[p >> 5] >> (p & 31) & 1;
-            int up = ok && p >= start ? static_cast<int>(p - start) : -1;  // within these 32
+            int up = ok && p >= start ? p - start : -1;  // within these 32
             while (__any_sync(kFullWarp, up >= 0)) {
                 const int at = up < 0 ? lane : up;
                 const bool parent_ok = __shfl_sync(kFullWarp, static_cast<int>(ok), at) != 0;
@@ -83,10 +74,10 @@ __device__ __forceinline__ int64_t count_alive(
     return alive < want ? alive : want;
 }
 
-// ordered_bits of an entry's own score, held down to 0.
+// ordered_bits of an entry's own score, held down to 0; -0 counts as 0. On integers: a float minimum may keep -0.
 __device__ __forceinline__ uint32_t own_order(float score) {
-    const float s = not_nan(score);
-    return ordered_bits(s < 0.0f ? s : 0.0f);
+    const uint32_t zero = ordered_bits(0.0f), order = ordered_bits(not_nan(score));
+    return order >= zero - 1 ? zero : order;
 }
 
 // Effective order of entry i by its parent chain.
@@ -101,37 +92,56 @@ __device__ __forceinline__ uint32_t walk_order(const float* scores, const int32_
     return order;
 }
 
-__global__ void __launch_bounds__(kThreads, 1) build_tree_kernel(const BuildTree a) {
-    __shared__ int32_t chosen[kMaxNodes], up[kMaxNodes], jump[kThreads];
-    __shared__ int64_t sums[33];
-    __shared__ int32_t warp_counts[kWarps], flags;
+// Entry i of a pool, all at once: what phases B, D and E need of it.
+struct Entry {
+    float score;
+    int32_t parent;
+    int64_t token;
+};
+
+__device__ __forceinline__ Entry load_entry(const BuildTree& a, int64_t b, int i, bool with_token) {
+    const int64_t at = b * a.pool + i;
+    return {a.pool_scores[at], a.pool_parents[at], with_token ? a.pool_tokens[at] : 0};
+}
+
+__global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildTree a) {
+    __shared__ int32_t chosen[kMaxNodes], up[kMaxNodes], jump[kMaxThreads], warp_counts[32], flags;
+    __shared__ int64_t token_of[kMaxNodes], first_rows[32];
     __shared__ SelectShared select;
     uint32_t* const orders = reinterpret_cast<uint32_t*>(dynamic_shared());  // [pool], or bits of phase A
-    const int64_t b = blockIdx.x, M = a.pool;
-    const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
-    const float* const scores = a.pool_scores + b * M;
-    const int32_t* const parents = a.pool_parents + b * M;
-    const int64_t want = a.num_nodes - 1;
+    const int64_t b = blockIdx.x;
+    const int M = static_cast<int>(a.pool), want = static_cast<int>(a.num_nodes) - 1;
+    const int t = threadIdx.x, threads = blockDim.x, lane = t & 31, warp = t >> 5, warps = threads >> 5;
+    const bool live = b < a.batch && a.active[b] != 0;
+    Entry own{minus_infinity(), -1, 0};  // of the first `threads` entries
+    if (live && t < M) own = load_entry(a, b, t, true);
 
     // A: the first row
-    int64_t base = 0;
+    int64_t before = 0;
     if (warp < a.count_warps) {
         uint32_t* const bits = orders + warp * ((M + 31) / 32);
         for (int64_t e = warp; e < b && e < a.batch; e += a.count_warps) {
-            if (a.active[e] != 0) base += 1 + count_alive(a.pool_scores + e * M, a.pool_parents + e * M, M, want, bits);
+            if (a.active[e] != 0) before += 1 + count_alive(a.pool_scores + e * M, a.pool_parents + e * M, M, want, bits);
         }
     }
+    if (lane == 0) first_rows[warp] = before;
     if (t == 0) flags = 0;
-    base = block_reduce(lane == 0 ? base : 0, [](int64_t x, int64_t y) { return x + y; }, sums);
+    __syncthreads();
+    const auto first_row = [&] {
+        int64_t sum = 0;
+        for (int w = 0; w < warps; ++w) sum += first_rows[w];
+        return sum;
+    };
 
-    const bool live = b < a.batch && a.active[b] != 0;
-    int64_t nodes = 0;
+    int nodes = 0;
     if (live) {
         // B: effective scores
-        int64_t alive = 0;
+        const float* const scores = a.pool_scores + b * M;
+        const int32_t* const parents = a.pool_parents + b * M;
+        int alive = 0;
         bool bad = false;
-        for (int64_t start = 0; start < M; start += kThreads) {
-            const int64_t i = start + t;
+        for (int start = 0; start < M; start += threads) {
+            const int i = start + t;
             uint32_t order = kOrderedMinusInf;
             if (!a.stored) {
                 if (i < M) {
@@ -143,11 +153,12 @@ __global__ void __launch_bounds__(kThreads, 1) build_tree_kernel(const BuildTree
             }
             int next = -1;  // an ancestor among these entries that is not taken in yet
             if (i < M) {
-                const int64_t p = parents[i];
-                if (valid_parent(static_cast<int32_t>(p), i)) {
-                    order = own_order(scores[i]);
+                const Entry e = start == 0 ? own : load_entry(a, b, i, false);
+                const int p = e.parent;
+                if (valid_parent(p, i)) {
+                    order = own_order(e.score);
                     if (p >= start) {
-                        next = static_cast<int>(p - start);
+                        next = p - start;
                     } else if (p >= 0 && orders[p] < order) {
                         order = orders[p];
                     }
@@ -177,84 +188,81 @@ __global__ void __launch_bounds__(kThreads, 1) build_tree_kernel(const BuildTree
         if (bad) atomicOr(&flags, kFlagBadTree);
 
         // C: a bound that exactly n entries reach
-        const auto order_of = [&](int64_t i) {
-            return a.stored ? orders[i] : walk_order(scores, parents, i);
-        };
-        const int64_t n = alive < want ? alive : want;
+        const auto order_of = [&](int i) { return a.stored ? orders[i] : walk_order(scores, parents, i); };
+        const int n = alive < want ? alive : want;
         uint64_t cut = static_cast<uint64_t>(kOrderedMinusInf + 1) << kIdBits;  // what lives
         if (n > 0 && n < alive) {
             const auto each = [&](const auto& f) {
-                for (int64_t i = t; i < M; i += kThreads) f(short_key(order_of(i), static_cast<uint32_t>(i)));
+                for (int i = t; i < M; i += threads) f(short_key(order_of(i), static_cast<uint32_t>(i)));
             };
             cut = block_select(each, cut, short_key(ordered_bits(0.0f), 0), static_cast<uint32_t>(n), select);
         }
 
         // D: the chosen entries, ascending
-        int64_t have = 0;
-        for (int64_t start = 0; start < M && have < n; start += kThreads) {
-            const int64_t i = start + t;
+        int have = 0;
+        for (int start = 0; start < M && have < n; start += threads) {
+            const int i = start + t;
             const bool take = i < M && short_key(order_of(i), static_cast<uint32_t>(i)) >= cut;
             const uint32_t word = __ballot_sync(kFullWarp, take);
             if (lane == 0) warp_counts[warp] = __popc(word);
             __syncthreads();
-            int before = 0, all = 0;
-#pragma unroll
-            for (int w = 0; w < kWarps; ++w) {
-                before += w < warp ? warp_counts[w] : 0;
-                all += warp_counts[w];
+            const int count = lane < warps ? warp_counts[lane] : 0;
+            const int at = have + warp_sum(lane < warp ? count : 0) + __popc(word & ((1u << lane) - 1));
+            if (take && at < n) {
+                if (start > 0) own = load_entry(a, b, i, true);
+                chosen[at] = i;
+                up[at + 1] = own.parent;
+                token_of[at + 1] = own.token;
             }
-            const int64_t at = have + before + __popc(word & ((1u << lane) - 1));
-            if (take && at < n) chosen[at] = static_cast<int32_t>(i);
-            have += all;
+            have += warp_sum(count);
             __syncthreads();
         }
         nodes = 1 + n;
 
         // E: rows
-        if (t < nodes) {
-            int32_t parent = -1;
-            if (t > 0) {
-                const int32_t p = parents[chosen[t - 1]];
-                int low = 0, high = t - 1;  // the place of p among the chosen before; it is there: they are closed
-                while (low < high) {
-                    const int mid = (low + high) / 2;
-                    if (chosen[mid] < p) low = mid + 1; else high = mid;
-                }
-                parent = p < 0 ? 0 : low + 1;
+        const int64_t base = first_row();
+        if (t == 0) {
+            up[0] = -1;
+            token_of[0] = a.root_tokens[b];
+        }
+        for (int node = 1 + t; node < nodes; node += threads) {
+            const int32_t p = up[node];
+            int low = 0, high = node - 1;  // the place of p among the chosen before; it is there: they are closed
+            while (low < high) {
+                const int mid = (low + high) / 2;
+                if (chosen[mid] < p) low = mid + 1; else high = mid;
             }
-            up[t] = parent;
+            up[node] = p < 0 ? 0 : low + 1;
         }
         __syncthreads();
-        if (t < nodes) {
-            const int64_t row = base + t;
-            const int64_t token = t > 0 ? load_id(a.pool_tokens, a.wide_pool, b * M + chosen[t - 1])
-                                        : load_id(a.root_tokens, a.wide_root, b);
+        for (int node = t; node < nodes; node += threads) {
+            const int64_t row = base + node;
             int32_t flag = 0, depth = 0;
-            store_id(a.tokens, a.wide_out, row, clamp_token(token, a.vocab_size, &flag));
+            a.tokens.set(row, clamp_token(token_of[node], a.vocab_size, &flag));
             if (flag) atomicOr(&flags, flag);
             uint64_t* const words = a.mask + row * a.words;
             uint64_t bits = 0;
             int w = a.words - 1;  // ancestors descend, so the words fill from the last to the first
-            for (int node = t;; node = up[node], ++depth) {
-                for (; w > node >> 6; --w) {
+            for (int at = node;; at = up[at], ++depth) {
+                for (; w > at >> 6; --w) {
                     words[w] = bits;
                     bits = 0;
                 }
-                bits |= 1ull << (node & 63);
-                if (up[node] < 0) break;
+                bits |= 1ull << (at & 63);
+                if (up[at] < 0) break;
             }
             for (; w >= 0; --w) {
                 words[w] = bits;
                 bits = 0;
             }
-            a.parents[row] = up[t];
+            a.parents[row] = up[node];
             a.depth[row] = depth;
             a.positions[row] = static_cast<int32_t>(static_cast<int64_t>(a.prefix_len[b]) + depth);
         }
         __syncthreads();
     }
 
-    const int64_t end = base + nodes;
+    const int64_t end = first_row() + nodes;
     if (t == 0) {
         if (b == 0) a.cu_nodes[0] = 0;
         if (b < a.batch) {
@@ -263,8 +271,8 @@ __global__ void __launch_bounds__(kThreads, 1) build_tree_kernel(const BuildTree
         }
     }
     if (b + 1 < a.batch) return;
-    for (int64_t row = end + t; row < a.rows; row += kThreads) {  // the last block: padding
-        store_id(a.tokens, a.wide_out, row, 0);
+    for (int64_t row = end + t; row < a.rows; row += threads) {  // the last block: padding
+        a.tokens.set(row, 0);
         a.parents[row] = -1;
         a.depth[row] = a.positions[row] = 0;
         for (int w = 0; w < a.words; ++w) a.mask[row * a.words + w] = 0;
@@ -282,17 +290,15 @@ void build_tree_cuda(
              describe(pool_scores), ". Fix: draft fewer levels or a narrower beam.");
     const auto wide = [](const Tensor& t) { return t.scalar_type() == ScalarType::Long; };
     const Launch launch("build_tree", pool_scores);
-    const int64_t bitset = 4 * ((s.pool + 31) / 32), room = launch.props.max_smem - kStaticShared;
-    const bool stored = kWarps * bitset <= room;  // 32 bitsets are exactly the bytes of the scores
-    const int64_t warps = stored || bitset == 0 ? kWarps : room / bitset;
-    const BuildTree a{cptr<float>(pool_scores), pool_tokens.const_data_ptr(), cptr<int32_t>(pool_parents),
-                      root_tokens.const_data_ptr(), cptr<int32_t>(prefix_len), cptr<int32_t>(active),
-                      tokens.mutable_data_ptr(), mptr<int32_t>(parents), mptr<uint64_t>(mask), mptr<int32_t>(depth),
-                      mptr<int32_t>(positions), mptr<int32_t>(cu_nodes), mptr<int32_t>(flags), s.batch, s.pool, s.rows,
-                      num_nodes, vocab_size, static_cast<int>(s.words), static_cast<int>(warps), wide(pool_tokens),
-                      wide(root_tokens), wide(tokens), stored};
-    launch.run(build_tree_kernel, dim3(static_cast<unsigned>(s.batch > 0 ? s.batch : 1)), dim3(kThreads),
-               static_cast<size_t>(warps * bitset), a);
+    const BuildTreeShape shape = build_tree_shape(s.pool, launch.props.max_smem);
+    const BuildTree a{cptr<float>(pool_scores), {pool_tokens.const_data_ptr(), wide(pool_tokens)},
+                      cptr<int32_t>(pool_parents), {root_tokens.const_data_ptr(), wide(root_tokens)},
+                      cptr<int32_t>(prefix_len), cptr<int32_t>(active), {tokens.mutable_data_ptr(), wide(tokens)},
+                      mptr<int32_t>(parents), mptr<uint64_t>(mask), mptr<int32_t>(depth), mptr<int32_t>(positions),
+                      mptr<int32_t>(cu_nodes), mptr<int32_t>(flags), s.batch, s.pool, s.rows, num_nodes, vocab_size,
+                      static_cast<int>(s.words), shape.count_warps, shape.stored};
+    launch.run(build_tree_kernel, dim3(static_cast<unsigned>(s.batch > 0 ? s.batch : 1)),
+               dim3(static_cast<unsigned>(shape.threads)), static_cast<size_t>(shape.smem), a);
 }
 
 }  // namespace

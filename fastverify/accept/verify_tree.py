@@ -57,6 +57,17 @@ class Verified(NamedTuple):
 
 
 _op = None
+_LANES = 16  # csrc/algo/verify_plan.h kMaxLanes
+
+
+def verify_tree_workspace_bytes(batch: int, rows: int) -> int:
+    """Bytes of verify_tree's workspace for `batch` requests and `rows` node rows, whatever the vocabulary and the device."""
+    return -(-4 * batch // 128) * 128 + rows * (8 * _LANES + 4)
+
+
+def verify_tree_workspace(batch: int, rows: int, device: "torch.device | str" = "cuda") -> torch.Tensor:
+    """Workspace for verify_tree: uint8, zero. Every call leaves its counters zero, so it is made once and reused."""
+    return torch.zeros(verify_tree_workspace_bytes(batch, rows), dtype=torch.uint8, device=device)
 
 
 def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, cu_nodes: torch.Tensor,
@@ -82,9 +93,12 @@ def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tenso
         penalties   float32 [B, 3] repetition, frequency, presence; counts int32 [B, vocab] (in/out) of emitted tokens,
                     the root included; drafted ancestors of a node are counted on top of it
         out         a Verified to write into (else allocated with max_path columns, default number of rows)
+        workspace   verify_tree_workspace(batch, rows), one per stream (GPU only): lets several teams of blocks take all rows of
+                    a small batch at once, which is faster there; without it only visited rows are read, by one team per request
     Order of processors: penalties, bias, bitmask, temperature, top-k, top-p, min-p; ties at a cut are kept.
     A malformed tree, an id outside the vocabulary, NaN rows: flags, with a defined result; never a hang.
-    Errors: RuntimeError "verify_tree: argument must be ...". Cost: logits of the accepted path read once on the CPU.
+    Errors: RuntimeError "verify_tree: argument must be ...". Cost: logits of the accepted path read once (GPU: of all rows
+    where they are few and a workspace is given; csrc/algo/verify_plan.h), one launch.
     Graph-safe: yes. Inference only.
     Source: Gumbel-max (Maddison et al. 2014); rule and proof: docs/algorithm.md.
     """

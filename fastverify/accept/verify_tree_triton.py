@@ -2,28 +2,31 @@
 
 Launches: _scan (rows x splits: processors, best key of unfiltered rows, maximum of every 64 entries), _masses (rows x splits,
 works for top-p without top-k only), _filter (row: exact cuts), _walk (request), _logprobs (request x depth, when asked for).
-Scratch of R * (V / 32 + 8192) bytes or so is taken from torch's allocator; nothing is read on the host.
+A row belongs to the first request that claims it: where malformed cu_nodes overlap, the others emit nothing (BAD_TREE).
+Scratch of R * (V / 8 + 16384) bytes or so is taken from torch's allocator; nothing is read on the host.
 """
 
 from typing import Optional
 
 import torch
 import triton
-import triton.language as tl
 
 from .. import _checks as check
 from .._triton_numeric import EXACT
-from .verify_filter_triton import _filter, _masses, _scan
+from .verify_filter_triton import _filter
+from .verify_scan_triton import _masses, _scan
 from .verify_walk_triton import _logprobs, _walk
 
 GROUP = 64        # entries with one maximum
 CANDIDATES = 2048  # of one row, kept for the exact cuts; rows with more go over their blocks again and again
+FEW = 256  # candidates that are compared each with each
+MAX_SPLITS = 64
 _OP = "verify_tree"
 
 
 def check_arguments(logits, tokens, parents, cu_nodes, prefix_len, active, remaining, stop_ids, temperature, top_k, top_p,
                     min_p, seed, bias, bitmask, penalties, counts, out_tokens, num_tokens_out, path, next_root, flags, logprobs,
-                    vocab_size: int, rule: int) -> None:
+                    workspace, vocab_size: int, rule: int) -> None:
     """The checks of csrc/accept/verify_tree.cpp and verify_args.cpp, in their order."""
     t, some = check.tensor, check.optional
     t(_OP, "logits", logits, check.FLOATS, (None, None), logits, rows_free=True)
@@ -63,10 +66,10 @@ def check_arguments(logits, tokens, parents, cu_nodes, prefix_len, active, remai
 
 
 def launch_shape(rows: int, vocab: int, multiprocessors: int) -> tuple:
-    """(entries per tile, splits of a row, entries per split): enough programs to fill the GPU twice, whole tiles each."""
-    tile = min(4096, max(GROUP, triton.next_power_of_2(vocab)))
+    """(entries per tile, splits of a row, entries per split): two programs of whole tiles per multiprocessor."""
+    tile = 1024 if vocab <= 1024 else 4096
     tiles = triton.cdiv(vocab, tile)
-    splits = max(1, min(tiles, triton.cdiv(4 * multiprocessors, max(rows, 1)), 64))
+    splits = max(1, min(tiles, 2 * multiprocessors // max(rows, 1), MAX_SPLITS))
     span = triton.cdiv(tiles, splits) * tile
     return tile, triton.cdiv(vocab, span), span
 
@@ -81,7 +84,7 @@ def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tenso
     """The schema of csrc/ops.cpp; `workspace` belongs to the compiled kernel and is not used."""
     check_arguments(logits, tokens, parents, cu_nodes, prefix_len, active, remaining, stop_ids, temperature, top_k, top_p,
                     min_p, seed, bias, bitmask, penalties, counts, out_tokens, num_tokens_out, path, next_root, flags,
-                    logprobs, vocab_size, rule)
+                    logprobs, workspace, vocab_size, rule)
     rows, batch, depth = logits.shape[0], cu_nodes.shape[0] - 1, out_tokens.shape[1]
     if batch == 0:
         return
@@ -89,11 +92,12 @@ def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tenso
     sms = torch.cuda.get_device_properties(logits.device).multi_processor_count if cuda else 1
     tile, splits, span = launch_shape(rows, vocab_size, sms)
     groups = triton.cdiv(vocab_size, GROUP)
+    pow2 = lambda n, least: max(least, triton.next_power_of_2(n))  # noqa: E731  (few sizes: each is a compilation)
     new = lambda *shape, dtype=torch.int32: torch.empty(shape, dtype=dtype, device=logits.device)  # noqa: E731
     keys = new(rows, splits, dtype=torch.int64)
     params = (temperature, top_k, top_p, min_p, seed, penalties)
     request = (tokens, parents, cu_nodes, prefix_len, active)
-    shape = dict(V=vocab_size, R=rows, B=batch, BP=triton.next_power_of_2(batch), RULE=rule)
+    shape = dict(V=vocab_size, R=rows, B=batch, BP=pow2(batch, 32), RULE=rule)
     if rows:
         maxima, masses, listed = new(rows, groups), new(rows, splits, dtype=torch.int64), new(rows, groups)
         found, found_ids = new(rows, CANDIDATES), new(rows, CANDIDATES)
@@ -101,18 +105,17 @@ def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tenso
         row = dict(shape, GROUP=GROUP, GROUPS=groups, SPLITS=splits)
         _scan[(rows, splits)](logits, logits.stride(0), *request, *params, *extras, keys, maxima, span, TILE=tile,
                               **row, num_warps=8, **EXACT)
-        groups_padded = triton.next_power_of_2(groups)
+        groups_padded = pow2(groups, 64)
         _masses[(rows, splits)](logits, logits.stride(0), *request, *params, *extras, maxima, masses, span, TILE=tile,
                                 **row, GROUPS_PADDED=groups_padded, num_warps=8, **EXACT)
         _filter[(rows,)](logits, logits.stride(0), *request, *params, *extras, keys, maxima, masses, listed, found, found_ids,
-                         **row, GROUPS_PADDED=groups_padded, SPLITS_PADDED=triton.next_power_of_2(splits),
-                         CAP=CANDIDATES, BLOCKS=64, num_warps=8, **EXACT)
-    nodes = triton.next_power_of_2(max(1, min(rows, check.MAX_NODES)))
+                         **row, GROUPS_PADDED=groups_padded, SPLITS_PADDED=MAX_SPLITS,
+                         CAP=CANDIDATES, FEW=FEW, BLOCKS=32, num_warps=8, **EXACT)
+    nodes = pow2(min(rows, check.MAX_NODES), 64)
     stops = 0 if stop_ids is None else stop_ids.shape[0]
     _walk[(batch,)](*request, *params, keys, remaining, stop_ids, counts, out_tokens, num_tokens_out, path, next_root, flags,
-                    logprobs, D=depth, DP=triton.next_power_of_2(depth), NP=nodes, SPLITS=splits,
-                    SPLITS_PADDED=triton.next_power_of_2(splits), STOPS=stops,
-                    STOPS_PADDED=triton.next_power_of_2(max(stops, 1)), **shape, num_warps=4, **EXACT)
+                    logprobs, D=depth, DP=pow2(depth, 16), NP=nodes, SPLITS=splits, STOPS=stops,
+                    STOPS_PADDED=pow2(stops, 16), **shape, num_warps=4, **EXACT)
     if logprobs is not None and rows:
         _logprobs[(batch, depth)](logits, logits.stride(0), cu_nodes, out_tokens, num_tokens_out, path, logprobs, V=vocab_size,
                                   D=depth, TILE=tile, num_warps=8, **EXACT)

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .._triton_numeric import MINUS_INF, NO_KEY, log_mass, mass, ordered, unordered
-from .verify_row_triton import BAD_KEY, BAD_TREE, MAX, request_of_row, resolve
+from .._triton_numeric import MAX, MINUS_INF, NO_KEY, log_mass, mass, ordered, unordered
+from .verify_row_triton import BAD_KEY, BAD_TREE, request_of_row, resolve
 
 STOP = tl.constexpr(1)
 BUDGET = tl.constexpr(2)
@@ -14,12 +14,12 @@ EMPTY_ROW = tl.constexpr(32)
 PATH_FULL = tl.constexpr(64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["D", "R", "B", "SPLITS", "STOPS"])
 def _walk(
         tokens, parents, cu_nodes, prefix_len, active, temperature, top_k, top_p, min_p, seed, penalties,
-        keys,  # int64 [R, SPLITS]
+        keys,  # int64 [R, SPLITS], the row's at split 0
         remaining, stop_ids, counts, out_tokens, num_tokens_out, path, next_root, flags, logprobs,
-        D, DP: tl.constexpr, NP: tl.constexpr, SPLITS, SPLITS_PADDED: tl.constexpr, STOPS, STOPS_PADDED: tl.constexpr,
+        D, DP: tl.constexpr, NP: tl.constexpr, SPLITS, STOPS, STOPS_PADDED: tl.constexpr,
         V, R, B, BP: tl.constexpr, RULE: tl.constexpr):
     b = tl.program_id(0)
     column = tl.arange(0, DP)
@@ -49,16 +49,16 @@ def _walk(
         flag |= tl.where(tl.max(outside.to(tl.int32), 0) != 0, BAD_TOKEN, 0)
 
         budget = tl.load(remaining + b)
-        split = tl.arange(0, SPLITS_PADDED)
+        row_keys = tl.load(keys + (begin + at).to(tl.int64) * SPLITS, at < n, other=NO_KEY)
         stopped = 0
         root = tl.full((), -1, tl.int64)
         visited = 0
         node = tl.where(n > 0, 0, -1)
         while (node >= 0) & (visited < D):
             row_path = tl.where(column == visited, node, row_path)
-            raw = tl.load(keys + (begin + node).to(tl.int64) * SPLITS + split, split < SPLITS, other=NO_KEY)
-            is_bad = tl.max(((raw & BAD_KEY) != 0).to(tl.int32), 0) != 0
-            key = tl.max(raw & ~BAD_KEY, 0)
+            raw = tl.max(tl.where(at == node, row_keys, NO_KEY), 0)
+            is_bad = (raw & BAD_KEY) != 0
+            key = raw & ~BAD_KEY
             visited += 1
             flag |= tl.where(is_bad, BAD_ROW, 0)
             if key == NO_KEY:
@@ -94,7 +94,7 @@ def _walk(
         tl.store(logprobs + at_row, tl.zeros((DP,), tl.float32), column < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["D"])
 def _logprobs(
         logits, row_stride, cu_nodes, out_tokens, num_tokens_out, path,
         logprobs,  # f32 [B, D] out, for emitted tokens: of the raw logits

@@ -207,11 +207,11 @@ def check_arguments(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table,
 
 @functools.lru_cache(maxsize=None)
 def device_limits(device: torch.device) -> tuple:
-    """(multiprocessors, bytes of shared memory per block); a CPU stands for a small GPU (the interpreter)."""
+    """(multiprocessors, bytes of shared memory per block, converts fp8); a CPU stands for a small GPU (the interpreter)."""
     if device.type != "cuda":
-        return 8, 99 * 1024
+        return 8, 99 * 1024, False
     props = torch.cuda.get_device_properties(device)
-    return props.multi_processor_count, props.shared_memory_per_block_optin
+    return props.multi_processor_count, props.shared_memory_per_block_optin, (props.major, props.minor) >= (8, 9)
 
 
 def tree_attention(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, schedule, sinks, k_scale, v_scale, out, lse,
@@ -224,7 +224,7 @@ def tree_attention(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, 
         return
     e4m3, group = k_cache.dtype == torch.float8_e4m3fn, heads // kv_heads
     dot_f32 = q.dtype == torch.float32 or not (e4m3 or k_cache.dtype == q.dtype)
-    sms, smem = device_limits(q.device)
+    sms, smem, fp8 = device_limits(q.device)
     block_m, block_n, warps, stages, target = choose(triton.cdiv(rows, max(batch, 1)), group, d, 4 if dot_f32 else 2, kv_heads,
                                                      sms, smem)
     nodes, block_d, block_b = block_m // group, max(16, triton.next_power_of_2(d)), triton.next_power_of_2(max(batch, 1))
@@ -244,7 +244,7 @@ def tree_attention(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, 
         scale / softcap if softcap > 0 else scale * LOG2_E, softcap, q.stride(0), q.stride(1), *k_cache.stride()[:3],
         *v_cache.stride()[:3], page_table.stride(0), mask.stride(0) if mask is not None else 0, out.stride(0), out.stride(1),
         lse_row, k_step, v_step, HAS_MASK=mask is not None, SOFTCAP=softcap > 0, HAS_K_SCALE=k_scale is not None,
-        DOT_F32=dot_f32, E4M3=e4m3, PAGE_SIZE=page_size, **flags, num_warps=warps, num_stages=stages)
+        DOT_F32=dot_f32, E4M3=(2 if fp8 else 1) if e4m3 else 0, PAGE_SIZE=page_size, **flags, num_warps=warps, num_stages=stages)
     if target > 1 and capacity + row_base + rows > MIN_CHUNK:
         combine_kernel[(rows, kv_heads * triton.cdiv(group, heads_at_once))](
             partial, sums, cu_nodes, prefix_len, sinks, v_scale, out, lse, rows, batch, capacity, target, units,

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from math import sqrt
-from statistics import median
+from statistics import fmean
 from typing import Optional
 
 from ..cost_model import break_even_tau
@@ -32,22 +32,26 @@ class Pieces:
 
 
 def pieces(rounds: list, split: Optional[list] = None, communication: float = 0.0) -> Pieces:
-    """Medians of rounds as Decoder.time_rounds gives them.
+    """Means of rounds as Decoder.time_rounds gives them, the fastest and the slowest tenth left out.
 
     split          the same rounds with the device waited for after every stage (None: `rounds` themselves); their shares
-                   divide the median round of `rounds`
+                   divide the round of `rounds`
     communication  ms of the verify that are collectives (0 with one rank)
     """
+    kept, apart = _trimmed(rounds), _trimmed(split or rounds)
+    total = fmean(r["total"] for r in kept)
+    scale = min(1.0, total / fmean(r["total"] for r in apart))
+    part = {s: scale * fmean(r[s] for r in apart) for s in ("draft", "target", "verify")}
     totals = sorted(r["total"] for r in rounds)
-    total, split = median(totals), split or rounds
-    scale = min(1.0, total / median(r["total"] for r in split))
-    part = {s: scale * median(r[s] for r in split) for s in ("draft", "target", "verify")}
-    inside = sum(part.values())
-    if inside > total:  # medians need not add up
-        part = {s: ms * total / inside for s, ms in part.items()}
-    verify = part["target"] + part["verify"] - communication
-    return Pieces(part["draft"], verify, communication, max(0.0, total - inside), totals[len(totals) // 5],
-                  totals[-1 - len(totals) // 5])
+    fifth = len(totals) // 5
+    return Pieces(part["draft"], part["target"] + part["verify"] - communication, communication,
+                  max(0.0, total - sum(part.values())), totals[fifth], totals[-1 - fifth])
+
+
+def _trimmed(rounds: list) -> list:
+    ordered = sorted(rounds, key=lambda r: r["total"])
+    tenth = len(ordered) // 10
+    return ordered[tenth:len(ordered) - tenth]
 
 
 def mix(speculative: Pieces, off: Pieces, share: float) -> Pieces:

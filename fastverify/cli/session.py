@@ -126,11 +126,11 @@ def _device(command: str, asked: str, notes: list) -> torch.device:
     if not torch.cuda.is_available():
         why = "torch sees no CUDA GPU"
     elif missing:
-        why = f"no CUDA kernel of {', '.join(missing)} in this install"
+        why = f"no CUDA or Triton kernel of {', '.join(missing)} in this install"
     else:
         why = ""
     if asked == "cuda" and why:
-        raise ValueError(f"{command}: --device cuda must find a GPU and a CUDA kernel of every op of the step; got: {why}. "
+        raise ValueError(f"{command}: --device cuda must find a GPU and a CUDA or Triton kernel of every op of the step; got: {why}. "
                          "Fix: use --device auto.")
     if asked == "auto" and why:
         notes.append(f"device: the CPU ({why})")

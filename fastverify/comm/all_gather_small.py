@@ -22,5 +22,6 @@ def all_gather_small(x: torch.Tensor, comm, out: Optional[torch.Tensor] = None) 
         _ops.get("all_gather_small")(comm.gather(x), out, comm.handle)
         return out
     _ops.require_kernel("all_gather_small", x.device)
+    comm.claim_stream()
     _ops.get("all_gather_small")(x, out, comm.handle)
     return out

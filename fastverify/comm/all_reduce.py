@@ -24,5 +24,6 @@ def all_reduce(x: torch.Tensor, comm, out: Optional[torch.Tensor] = None) -> tor
         _ops.get("all_reduce")(comm.gather(x), out, comm.handle)
         return out
     _ops.require_kernel("all_reduce", x.device)
+    comm.claim_stream()
     _ops.get("all_reduce")(x, out, comm.handle)
     return out

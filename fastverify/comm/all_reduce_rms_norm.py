@@ -25,6 +25,7 @@ def all_reduce_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.T
         _ops.get("all_reduce_rms_norm")(comm.gather(x), residual, weight, out, None, comm.handle, eps)
         return out
     _ops.require_kernel("all_reduce_rms_norm", x.device)
+    comm.claim_stream()
     _ops.get("all_reduce_rms_norm")(x, residual, weight, out, prefetch, comm.handle, eps)
     return out
 

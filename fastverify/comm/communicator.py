@@ -1,5 +1,7 @@
 """Communicator: the group, the memory and the handle behind all_reduce, all_reduce_rms_norm and all_gather_small."""
 
+import os
+import uuid
 from typing import Optional
 
 import torch
@@ -8,9 +10,11 @@ import torch.distributed as dist
 from .topology import _control
 
 DEADLINE_SECONDS = 10.0
-BLOCKS = 16  # per rank: enough to fill a link, few enough to be resident beside anything else
+OVERLAP_ROWS = 256  # from here on a row-parallel linear is cut in chunks whose sums overlap the next chunk's product
+BLOCKS = 32  # per rank: enough to fill a link, few enough to be resident beside anything else
 _EPOCH, _MISSING_MASK, _STATE_WORDS = 0, 5, 8
 _FAILURE, _FAILED_RANK, _FAILED_EPOCH, _FAILED_STAGE = 0, 1, 3, 4
+BACKENDS = ("auto", "peer", "host")
 
 
 class CommunicatorError(RuntimeError):
@@ -20,48 +24,110 @@ class CommunicatorError(RuntimeError):
 class Communicator:
     """Collectives of one process group on one device.
 
-    group: torch.distributed process group (default: the default group). device: where tensors live; on the CPU the group
-        itself (gloo) moves the data and the op folds it, so that every device has one meaning of the sum.
-    max_bytes: the largest input of one rank; sizes the memory. deadline: seconds a call waits for its peers.
-    one_shot_bytes: inputs up to here take one hop (W - 1 copies), larger ones two; None: the built-in rule per W.
+    group: torch.distributed process group (default: the default group); only set-up goes through it, over a gloo group
+        of its own. device: where tensors live. On the CPU the group itself moves the data and the op folds it, so that
+        every device has one meaning of the sum.
+    max_bytes: the largest input of one rank; sizes the memory (6 W max_bytes on the GPU).
+    backend, on CUDA: "peer" (GPU memory that peers write, through NVLink or PCIe), "host" (mailboxes in /dev/shm, for
+        machines without peer access), "auto": peer where every pair proves it (fastverify.comm.peer_check), else host.
+    deadline: seconds a call waits for its peers before it gives up on all ranks.
+    one_shot_bytes: inputs up to here take one hop (W - 1 copies), larger ones two; None: a rule per W.
 
-    One communicator serves one stream and one graph's replays at a time. Use as a context manager or call close().
-    `Communicator.virtual(world, device)` makes `world` ranks inside this process for tests and models of traffic.
+    One communicator serves one stream and one graph's replays at a time: a call on a second stream is refused.
+    Use as a context manager or call close() on every rank. `Communicator.make_virtual(world, device)` makes `world` ranks
+    inside this process, for tests and for counting traffic.
     """
 
-    def __init__(self, group=None, device: "torch.device | str" = "cpu", max_bytes: int = 1 << 20, *,
-                 deadline: float = DEADLINE_SECONDS, one_shot_bytes: Optional[int] = None):
+    def __init__(self, group=None, device: "torch.device | str" = "cpu", max_bytes: int = 1 << 20, *, backend: str = "auto",
+                 deadline: float = DEADLINE_SECONDS, one_shot_bytes: Optional[int] = None, blocks: int = BLOCKS):
         self.device = torch.device(device)
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError("Communicator: torch.distributed must be initialised; got no process group. "
-                               "Fix: torch.distributed.init_process_group(...), or Communicator.virtual for one process.")
+                               "Fix: torch.distributed.init_process_group(...), or Communicator.make_virtual for one process.")
+        if backend not in BACKENDS:
+            raise ValueError(f"Communicator: backend must be {'|'.join(BACKENDS)}; got {backend!r}. Fix: leave it at \"auto\".")
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.virtual = False
-        if self.device.type != "cpu":
-            raise RuntimeError(f"Communicator: device must be cpu; got {self.device}. Fix: use torch.distributed's NCCL "
-                               "for GPU tensors until a GPU transport is built in.")
-        self.gathers = True
-        self._open("gathered", -1, max_bytes, one_shot_bytes, deadline, [])
+        self.virtual, self.gathers = False, self.device.type == "cpu"
+        self._stream, self._side, self._memory, self.overlap_rows = None, None, [], OVERLAP_ROWS
+        if self.gathers:
+            self.reason = "CPU tensors go through the process group"
+            self._open("gathered", -1, max_bytes, one_shot_bytes, deadline, [], blocks)
+            return
+        if self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._control_group = dist.new_group(dist.get_process_group_ranks(group or dist.group.WORLD), backend="gloo")
+        transport, self.reason = self._choose(backend)
+        with torch.cuda.device(self.device):
+            torch.zeros(1, device=self.device)  # the context that the control plane uses
+            slabs = self._peer_slabs(max_bytes) if transport == "peer" else self._host_slabs(max_bytes)
+            self.state = torch.zeros(_STATE_WORDS, dtype=torch.int32, device=self.device)
+            self.state[_EPOCH] = 1
+            self.status = torch.zeros(1, _STATE_WORDS, dtype=torch.int32, pin_memory=True)
+            torch.cuda.synchronize(self.device)
+        ranks = [(slabs, self.state.data_ptr(), self.status.data_ptr(), 0)]
+        self._open(transport, self.device.index, max_bytes, one_shot_bytes, deadline, ranks, blocks)
+        dist.barrier(self._control_group)  # every slab is mapped and clean before the first call
+
+    def _choose(self, backend: str) -> tuple:
+        if backend != "auto":
+            return backend, f'backend="{backend}" was asked for'
+        from .peer_check import peer_verdict
+        reasons = self._exchange(peer_verdict(self.device, self._exchange(_device_key(self.device)), self.rank))
+        bad = [f"rank {r}: {text}" for r, text in enumerate(reasons) if text]
+        return ("host", "; ".join(bad)) if bad else ("peer", "every pair of GPUs proved peer access")
+
+    def _exchange(self, value) -> list:
+        values = [None] * self.world
+        dist.all_gather_object(values, value, group=self._control_group)
+        return values
+
+    def _peer_slabs(self, max_bytes: int) -> list:
+        control = _control()
+        own = control.DeviceSlab(control.slab_bytes(self.world, max_bytes, "peer"))
+        first = control.gather_offset(self.world, max_bytes, "peer")
+        own.fill(0, control.slab_bytes(self.world, max_bytes, "peer"), 0)
+        own.fill(control.SLAB_HEADER, first - control.SLAB_HEADER, 0xFF)  # slots wait for words that are not all ones
+        handles = self._exchange(own.ipc_handle())
+        peers = [own if r == self.rank else control.PeerSlab(h) for r, h in enumerate(handles)]
+        self._memory = peers
+        return [p.address for p in peers]
+
+    def _host_slabs(self, max_bytes: int) -> list:
+        control = _control()
+        size = control.slab_bytes(self.world, max_bytes, "host")
+        own = control.HostRegion(f"/fastverify-{os.getpid()}-{uuid.uuid4().hex[:12]}", size, create=True)
+        names = self._exchange(own.name)
+        regions = [own if r == self.rank else control.HostRegion(n, size, create=False) for r, n in enumerate(names)]
+        dist.barrier(self._control_group)
+        own.unlink()  # the mappings keep it; nothing stays behind when a process dies
+        for turn in range(self.world):  # registering the same pages from two processes at once sometimes fails
+            if turn == self.rank:
+                for region in regions:
+                    region.register_cuda()
+            dist.barrier(self._control_group)
+        self._memory = regions
+        return [r.device_address for r in regions]
 
     @classmethod
-    def virtual(cls, world: int, device: "torch.device | str" = "cuda", max_bytes: int = 1 << 20, *,
-                transport: str = "peer", deadline: float = DEADLINE_SECONDS, one_shot_bytes: Optional[int] = None,
-                blocks: int = BLOCKS, hooks: bool = False, epoch: int = 1, emulated: bool = False) -> "Communicator":
+    def make_virtual(cls, world: int, device: "torch.device | str" = "cuda", max_bytes: int = 1 << 20, *,
+                     transport: str = "peer", deadline: float = DEADLINE_SECONDS, one_shot_bytes: Optional[int] = None,
+                     blocks: int = BLOCKS, hooks: bool = False, epoch: int = 1, emulated: bool = False) -> "Communicator":
         """`world` ranks on one device in one launch; tensors get a leading [world].
 
         transport "peer": device memory, "host": pinned host memory. hooks: words for injected faults and traffic counters
         (self.hooks int32 [world, 16]). epoch: of the first call. emulated: CPU memory for the kernels' emulator.
         """
         self = cls.__new__(cls)
-        self.device, self.group = torch.device(device), None
+        self.device, self.group, self.reason = torch.device(device), None, "virtual ranks"
         self.rank, self.world, self.virtual, self.gathers = 0, world, True, False
+        self._stream, self._side, self._memory, self.overlap_rows = None, None, [], OVERLAP_ROWS
         control = _control()
         size = control.slab_bytes(world, max_bytes, transport)
         memory = "cpu" if emulated or transport == "host" else self.device
         pin = transport == "host" and not emulated
         self.slabs = torch.zeros(world, size, dtype=torch.uint8, device=memory, pin_memory=pin)
-        if transport == "peer":  # slots wait for words that are not all ones
+        if transport == "peer":
             self.slabs[:, control.SLAB_HEADER:control.gather_offset(world, max_bytes, transport)] = 0xFF
         self.state = torch.zeros(world, _STATE_WORDS, dtype=torch.int32, device="cpu" if emulated else self.device)
         self.state[:, _EPOCH] = epoch if epoch < 1 << 31 else epoch - (1 << 32)
@@ -74,7 +140,7 @@ class Communicator:
         self._open(transport, index, max_bytes, one_shot_bytes, deadline, ranks, blocks)
         return self
 
-    def _open(self, transport, index, max_bytes, one_shot_bytes, deadline, ranks, blocks=BLOCKS) -> None:
+    def _open(self, transport, index, max_bytes, one_shot_bytes, deadline, ranks, blocks) -> None:
         self.transport, self.max_bytes = transport, max_bytes
         self.one_shot_bytes = default_one_shot_bytes(self.world, max_bytes) if one_shot_bytes is None else one_shot_bytes
         self._handle = _control().Handle(
@@ -82,6 +148,27 @@ class Communicator:
             device=index, blocks=blocks, max_bytes=max_bytes, one_shot_bytes=self.one_shot_bytes,
             deadline_ns=int(deadline * 1e9), ranks=ranks)
         self.handle = self._handle.address
+
+    def claim_stream(self) -> None:
+        """Refuses a call on another stream than the first one's: two streams would mix their messages. Capture is free."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is None:
+            self._stream = stream
+        if stream not in (self._stream, self._side):
+            raise RuntimeError("Communicator: all calls must be on one stream; got a second stream. Fix: make one Communicator "
+                               "per stream, or call comm.move_stream() after both streams are idle.")
+
+    def side_stream(self) -> "torch.cuda.Stream":
+        """The stream of overlapped chunks. It joins the caller's stream before and after, so the calls stay in order."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device, priority=-1)
+        return self._side
+
+    def move_stream(self) -> None:
+        """The next call may be on another stream; the caller has made sure that the old one is idle."""
+        self._stream = None
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """x of every rank, [world, *x.shape], through the process group. CPU only."""
@@ -93,6 +180,21 @@ class Communicator:
                 f"Communicator: all {self.world} ranks must take part; got {exc}. Fix: look at the ranks that left or hang, "
                 "then make the process group and the communicator again.") from exc
         return gathered
+
+    def gather_rows(self, words: torch.Tensor) -> torch.Tensor:
+        """words [R, K] of every rank -> [world, R, K], in as many small gathers as their size takes."""
+        from .all_gather_small import all_gather_small
+        rows = max(1, _control().GATHER_BYTES // max(1, words.shape[1] * words.element_size()))
+        if words.shape[0] <= rows:
+            return all_gather_small(words, self)
+        return torch.cat([all_gather_small(part, self) for part in words.split(rows)], dim=1)
+
+    def from_first(self, value):
+        """What rank 0 says: for choices that depend on a clock. A host round trip; not inside a captured step."""
+        box = [value]
+        group = self.group if self.gathers else self._control_group
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group or dist.group.WORLD, 0), group=group)
+        return box[0]
 
     def check(self) -> None:
         """Raises CommunicatorError if a call has given up, naming the ranks. Waits for nothing; call it after a sync."""
@@ -110,14 +212,25 @@ class Communicator:
             f"(seen by rank {first[_FAILED_RANK]}). Fix: look at those ranks, then make the communicator again.")
 
     def close(self) -> None:
-        """Later calls are refused in words."""
+        """Later calls are refused in words. Collective on CUDA: peers may still be writing until all have come."""
         self._handle.close()
+        if self._memory:
+            torch.cuda.synchronize(self.device)
+            try:
+                dist.barrier(self._control_group)
+            except RuntimeError:
+                pass  # a peer is gone: nobody writes any more
+            self._memory = []
 
     def __enter__(self) -> "Communicator":
         return self
 
     def __exit__(self, *exc) -> None:
         self.close()
+
+
+def _device_key(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def default_one_shot_bytes(world: int, max_bytes: int) -> int:

@@ -36,7 +36,8 @@ import json, torch
 from fastverify import _ops
 out = dict(error=None if _ops._load_error is None else str(_ops._load_error), ops={}, probe={})
 if out["error"] is None:
-    out["ops"] = {n: [k for k in ("cpu", "cuda") if _ops.has_kernel(n, k)] for n in _ops._NAMES}
+    out["ops"] = {n: [k for k in ("cpu", "cuda") if _ops.has_native_kernel(n, k)] +
+                  ["triton"] * (_ops.has_kernel(n, "cuda") and not _ops.has_native_kernel(n, "cuda")) for n in _ops._NAMES}
     devices = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count()) if _ops.has_kernel("probe", "cuda")]
     for d in devices:
         try:

@@ -7,6 +7,7 @@ from .facts import OPTIONAL, REQUIRED
 
 DRIVER_OF_CUDA = {13: 580, 12: 525}  # CUDA major -> the first driver that runs it
 GIB = 2**30
+SLOW_ALLREDUCE_US, SLOW_BYTES_PER_US = 84.0, 7000.0  # 1.5 times untuned NCCL over PCIe; beyond, 7 GB/s of message
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,26 @@ def install(facts: dict) -> list:
         out.append(Finding("fastverify", "wrong", f"the probe op on {device}: {text}", "see the architectures and the driver below"))
     if not broken:
         out.append(Finding("fastverify", "ok", f"the probe op is right on {', '.join(got['probe'])}"))
-    without = [n for n, kinds in got["ops"].items() if "cuda" not in kinds]
     if facts["torch"]["available"]:
-        if not build.get("cuda"):
-            out.append(Finding("fastverify", "wrong", "there is a GPU but this build has no CUDA kernels",
-                               "install the CUDA toolkit (nvcc) and reinstall: pip install --no-build-isolation ."))
-        elif without:
-            out.append(Finding("fastverify", "note", f"ops without a CUDA kernel: {', '.join(without)}"))
+        out += gpu_kernels(bool(build.get("cuda")), got["ops"])
+    return out
+
+
+def gpu_kernels(built: bool, ops: dict) -> list:
+    """Which ops run on a GPU. built: the build has CUDA kernels; ops: {name: ["cpu", "cuda" or "triton"]}."""
+    without = [n for n, kinds in ops.items() if "cuda" not in kinds and "triton" not in kinds]
+    by_triton = [n for n, kinds in ops.items() if "triton" in kinds]
+    reinstall = "install the CUDA toolkit (nvcc) and reinstall: pip install --no-build-isolation ."
+    out = []
+    if not built and without:
+        out.append(Finding("fastverify", "wrong", f"there is a GPU but this build has no CUDA kernels, and no Triton ones of "
+                           f"{', '.join(without)}", reinstall))
+    elif not built:
+        out.append(Finding("fastverify", "slow", "this build has no CUDA kernels: Triton's run", reinstall))
+    elif without:
+        out.append(Finding("fastverify", "note", f"ops without a GPU kernel: {', '.join(without)}"))
+    if by_triton and (built or without):
+        out.append(Finding("fastverify", "note", f"Triton's kernels run for {', '.join(by_triton)}"))
     return out
 
 
@@ -216,6 +230,26 @@ def nccl(facts: dict) -> list:
         out.append(Finding("nccl", "slow", "some GPUs are connected through the CPU; NCCL's default may then copy through host memory "
                            "(205 us instead of 24 to 56 for a small all-reduce)",
                            "try NCCL_P2P_LEVEL=SYS, and see with NCCL_DEBUG=INFO that it says P2P and not SHM"))
+    return out
+
+
+def allreduce(measured: dict) -> list:
+    """Times of torch's all-reduce against those that NCCL reaches over PCIe with P2P (24 to 56 us up to 64 KiB)."""
+    if "error" in measured:
+        return [Finding("all-reduce", "wrong", f"torch's all-reduce does not work here: {measured['error']}",
+                        "NCCL_DEBUG=INFO tells more; see pcie and driver above")]
+    out = []
+    for row in measured["rows"]:
+        us = row["graph_us"] if row["graph_us"] is not None else row["eager_us"]
+        where = f"{measured['world']} {'GPUs' if measured['backend'] == 'nccl' else 'CPU processes'}, {row['bytes'] / 1024:.0f} KiB"
+        text = f"{where}: {row['eager_us']:.0f} us a call" + (f", {us:.0f} us in a CUDA graph" if row["graph_us"] is not None else "")
+        if measured["backend"] != "nccl":
+            out.append(Finding("all-reduce", "note", f"{text} (gloo; says nothing about GPUs)"))
+        elif us > SLOW_ALLREDUCE_US + row["bytes"] / SLOW_BYTES_PER_US:
+            out.append(Finding("all-reduce", "slow", f"{text}; NCCL with P2P takes 24 to 56 us up to 64 KiB",
+                               "see pcie and nccl above; NCCL_DEBUG=INFO must say P2P and not SHM; fastverify trace tells waiting from wire"))
+        else:
+            out.append(Finding("all-reduce", "ok", text))
     return out
 
 

@@ -141,21 +141,25 @@ def test_fp8_saturates(backend, rng):
     assert (got[0] == 448).all() and (got[1] == -448).all()
 
 
+@pytest.mark.parametrize("lead", [0, 1, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_views_of_one_merged_qkv_matrix(backend, rng, dtype):
-    """In place on the q columns; the k and v columns keep their bits; the cache is a layer view of [L, ...]."""
+def test_views_of_one_merged_qkv_matrix(backend, rng, dtype, lead):
+    """In place on the q columns; the k and v columns keep their bits; the cache is a layer view of [L, ...]. With `lead`
+    columns before them nothing is aligned any more."""
     case = rope_case(rng, rows=7, dtype=dtype)
     want = run_op(backend, OP, **case)
     device = device_of(backend)
-    qkv = torch.cat([case[x].flatten(1) for x in ("q", "k", "v")], 1).to(device)
-    q, k, v = qkv[:, :96].view(7, 6, 16), qkv[:, 96:128].view(7, 2, 16), qkv[:, 128:].view(7, 2, 16)
+    before = torch.full((7, lead), SENTINEL, dtype=dtype)
+    merged = torch.cat([before, *(case[x].flatten(1) for x in ("q", "k", "v"))], 1).to(device)
+    qkv = merged[:, lead:]
+    q, k, v = (qkv[:, a:b].unflatten(1, (-1, 16)) for a, b in ((0, 96), (96, 128), (128, 160)))
     layers = torch.full((2, 3, *case["k_cache"].shape), SENTINEL, device=device).to(dtype)
     implementation(backend, OP)(q, k, v, case["positions"].to(device), case["slots"].to(device), case["cos_sin"].to(device), None,
                                 None, None, None, layers[0, 1], layers[1, 1], 1e-5, NEOX)
     assert torch.equal(q.cpu().nan_to_num(7.0), want["q"].nan_to_num(7.0))
     assert torch.equal(layers[0, 1].cpu(), want["k_cache"]) and torch.equal(layers[1, 1].cpu(), want["v_cache"])
     assert torch.equal(qkv[:, 96:].cpu().nan_to_num(7.0), torch.cat([case[x].flatten(1) for x in ("k", "v")], 1).nan_to_num(7.0))
-    assert (layers[:, 0::2] == SENTINEL).all()
+    assert (layers[:, 0::2] == SENTINEL).all() and (merged[:, :lead] == SENTINEL).all()
 
 
 def test_rows_and_threads_do_not_change_bits(rng):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cases import attention_case, cumulative, mask_words, randint
-from conftest import run_op, need_kernel
+from conftest import interpreted, need_kernel, run_op
 from fastverify.attention.tree_attention import tree_attention
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -39,7 +39,7 @@ def ragged(rng, batch: int, nodes: int, prefix: int) -> tuple:
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 def test_equals_oracle(backend, rng, dtype, page_size, group):
     kv_heads = {1: 3, 3: 3, 4: 2, 8: 1}[group]
-    for i in range(8):
+    for i in [(group + page_size) % 8] if interpreted(backend) else range(8):
         counts, prefixes = ragged(rng, 1 + i % 4, [5, 20, 33, 70][i % 4], [0, 40, 130, 300][(i + i // 4) % 4])
         compare(backend, attention_case(
             rng, counts, prefixes, page_size, kv_heads * group, kv_heads, [16, 64, 40, 128][i % 4], dtype,

@@ -201,7 +201,7 @@ def test_auto_device_says_why_it_is_the_cpu(cli):
     assert code == 0 and err.splitlines()[0] == "device: the CPU (torch sees no CUDA GPU)"
     assert "device:" not in cli("generate", *PAIR, *IDS, "--max-new-tokens", "4", "--device", "cpu")[2]
     code, _, err = cli("generate", *PAIR, *IDS, "--device", "cuda")
-    assert code == 2 and err == ("fastverify: generate: --device cuda must find a GPU and a CUDA kernel of every op of the step; "
+    assert code == 2 and err == ("fastverify: generate: --device cuda must find a GPU and a CUDA or Triton kernel of every op of the step; "
                                  "got: torch sees no CUDA GPU. Fix: use --device auto.\n")
 
 
@@ -211,7 +211,7 @@ def test_auto_device_names_the_missing_kernels(monkeypatch):
     monkeypatch.setattr(session._ops, "has_kernel", lambda op, kind: op not in ("grow_tree", "compact_kv"))
     notes = []
     assert session._device("generate", "auto", notes).type == "cpu"
-    assert notes == ["device: the CPU (no CUDA kernel of grow_tree, compact_kv in this install)"]
+    assert notes == ["device: the CPU (no CUDA or Triton kernel of grow_tree, compact_kv in this install)"]
     monkeypatch.setattr(session._ops, "has_kernel", lambda op, kind: True)
     assert session._device("generate", "auto", []).type == session._device("generate", "cuda", []).type == "cuda"
 

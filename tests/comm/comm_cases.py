@@ -18,7 +18,7 @@ def gathered(world: int, max_bytes: int = 1 << 20):
 def virtual(backend: str, world: int, **kwargs) -> Communicator:
     kwargs.setdefault("blocks", 2 if backend == "emulated" else 16)
     kwargs.setdefault("max_bytes", 1 << 16)
-    return Communicator.virtual(world, "cpu" if backend == "emulated" else "cuda", emulated=backend == "emulated", **kwargs)
+    return Communicator.make_virtual(world, "cpu" if backend == "emulated" else "cuda", emulated=backend == "emulated", **kwargs)
 
 
 def fold(x: torch.Tensor) -> torch.Tensor:

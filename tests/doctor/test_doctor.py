@@ -11,7 +11,8 @@ import pytest
 import fastverify
 from fastverify.cli.main import main
 from fastverify.doctor import facts as fx
-from fastverify.doctor.judge import Finding, code_for, judge
+from fastverify.doctor.allreduce import measure
+from fastverify.doctor.judge import Finding, allreduce, code_for, judge
 from fastverify.doctor.report import lines
 
 ROOT = Path(fastverify.__file__).resolve().parents[1]
@@ -97,9 +98,15 @@ def test_a_cpu_build_of_torch_or_of_ours_beside_a_gpu():
     facts = change("torch", machine(0)["torch"])(machine(1))
     assert any("is a CPU build; this machine has 1 NVIDIA GPUs" in f.text for f in bad(facts))
     facts = change("fastverify/build", machine(0)["fastverify"]["build"])(machine(1))
-    assert any("this build has no CUDA kernels" in f.text for f in bad(facts))
+    facts["install"]["ops"] = {"probe": ["cpu", "triton"], "verify_tree": ["cpu"], "compact_kv": ["cpu", "triton"]}
+    assert [f.text for f in judge(facts) if "kernels" in f.text] == [
+        "there is a GPU but this build has no CUDA kernels, and no Triton ones of verify_tree", "Triton's kernels run for probe, compact_kv"]
+    facts["install"]["ops"].pop("verify_tree")
+    assert [(f.level, f.text) for f in bad(facts)] == [("slow", "this build has no CUDA kernels: Triton's run")]
     facts = change("install/ops/verify_tree", ["cpu"])(machine(1))
-    assert bad(facts) == [] and any(f.text == "ops without a CUDA kernel: verify_tree" for f in judge(facts))
+    assert bad(facts) == [] and any(f.text == "ops without a GPU kernel: verify_tree" for f in judge(facts))
+    facts = change("install/ops/verify_tree", ["cpu", "triton"])(machine(1))
+    assert bad(facts) == [] and any(f.text == "Triton's kernels run for verify_tree" for f in judge(facts))
 
 
 def test_a_gpu_without_a_driver():
@@ -192,3 +199,43 @@ def test_with_a_library_that_does_not_load(tmp_path):
     done = subprocess.run([sys.executable, "-m", "fastverify.doctor"], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 1 and "WRONG fastverify" in done.stdout and "_C does not load: " in done.stdout
     assert "what to do:" in done.stdout
+
+
+# ---- all-reduce -----------------------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_over_gloo(capsys):
+    capsys.readouterr()
+    code = main(["doctor", "--allreduce", "--hidden", "64", "--rows", "1,3", "--json"])
+    data = json.loads(capsys.readouterr().out)
+    got = data["facts"]["allreduce"]
+    if got["backend"] == "gloo":
+        assert [r["bytes"] for r in got["rows"]] == [128, 384] and all(r["eager_us"] > 0 and r["graph_us"] is None for r in got["rows"])
+        assert sum(f["part"] == "all-reduce" and "gloo" in f["text"] for f in data["findings"]) == 2
+    assert code == int(not data["works"])
+
+
+def test_ranks_that_fail_or_hang():
+    assert measure(2, "nowhere", [128], 100)["error"].startswith(("rank 0 failed: ", "rank 1 failed: "))
+    assert measure(2, "gloo", [128], 0.05) == {"error": "no answer from ranks 0, 1 within 0.05 s"}
+
+
+def test_all_reduce_times_are_judged():
+    def rows(us: float, nbytes: int = 14336) -> dict:
+        return {"world": 8, "backend": "nccl", "rows": [{"bytes": nbytes, "eager_us": us + 20, "graph_us": us}]}
+    (slow,) = allreduce(rows(205))
+    assert slow.level == "slow" and slow.text == "8 GPUs, 14 KiB: 225 us a call, 205 us in a CUDA graph; NCCL with P2P takes 24 to 56 us up to 64 KiB"
+    assert allreduce(rows(50))[0].level == allreduce(rows(120, 860160))[0].level == "ok" and allreduce(rows(250, 860160))[0].level == "slow"
+    assert allreduce({"error": "rank 1 failed"})[0].level == "wrong"
+
+
+@pytest.mark.parametrize("flags,message", [
+    (["--rows", "0"], "doctor: rows and hidden must be positive integers; got '0' and 7168."),
+    (["--rows", "a"], "doctor: rows and hidden must be positive integers; got 'a'"),
+    (["--config", "/nowhere"], "doctor: config must be a config.json with hidden_size; got /nowhere."),
+    (["--seconds", "-1"], "doctor: seconds must be > 0; got -1.0.")])
+def test_arguments(capsys, flags, message):
+    capsys.readouterr()
+    assert main(["doctor", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and message in err and "Fix: " in err

@@ -21,6 +21,7 @@ Fiber* current = nullptr;
 uint3 block_idx;
 dim3 block_dim, grid_dim;
 unsigned char* dynamic_memory = nullptr;
+unsigned cluster_blocks = 1;
 
 namespace {
 
@@ -224,37 +225,74 @@ void warp_share(unsigned mask, const void* mine, size_t bytes, void* all) {
 
 void spin() { give_way(); }
 
-void run_grid(dim3 grid, dim3 block, size_t smem, bool resident, const std::function<void()>& body) {
+namespace {
+
+// Blocks that wait for each other: any block may fall behind for a while. Returns when all have ended.
+void run_together(std::vector<Block>& blocks) {
+    static uint64_t random = 0x9e3779b97f4a7c15ull;
+    for (size_t left = blocks.size(); left > 0;) {
+        left = 0;
+        for (Block& b : blocks) {
+            random ^= random << 13, random ^= random >> 7, random ^= random << 17;
+            if (b.alive > 0 && (random & 3)) step(b);
+            left += b.alive > 0;
+        }
+    }
+}
+
+std::vector<Block>* running_cluster = nullptr;
+unsigned cluster_arrived = 0, cluster_phase = 0;
+
+}  // namespace
+
+void cluster_barrier() {
+    if (cluster_blocks == 1) {
+        block_barrier(0);
+        return;
+    }
+    block_barrier(0);
+    if (static_cast<Thread*>(current)->linear == 0) {
+        const unsigned phase = cluster_phase;
+        if (++cluster_arrived == cluster_blocks) {
+            cluster_arrived = 0;
+            ++cluster_phase;
+        }
+        while (cluster_phase == phase) spin();
+    }
+    block_barrier(0);
+}
+
+unsigned char* cluster_memory(unsigned rank) {
+    return cluster_blocks == 1 ? dynamic_memory : (*running_cluster)[rank].dynamic;
+}
+
+void run_grid(dim3 grid, dim3 block, size_t smem, bool resident, unsigned cluster, const std::function<void()>& body) {
     static std::mutex one_at_a_time;
     std::lock_guard<std::mutex> lock(one_at_a_time);
     kernel_body = &body;
     grid_dim = grid;
     block_dim = block;
+    cluster_blocks = cluster;
     const size_t threads = block.x * block.y * block.z;
     const size_t blocks = static_cast<size_t>(grid.x) * grid.y * grid.z;
-    need_stacks(resident ? threads * blocks : static_cast<size_t>(kMaxThreads));
-    std::vector<Block> alive(resident ? blocks : 1);
+    const size_t together = resident ? blocks : cluster;
+    need_stacks(together > 1 ? threads * together : static_cast<size_t>(kMaxThreads));
+    std::vector<Block> alive(together);
+    running_cluster = &alive;
     for (size_t i = 0; i < blocks; ++i) {
-        Block& b = alive[resident ? i : 0];
+        Block& b = alive[i % together];
         const unsigned u = static_cast<unsigned>(i);
         b.index = uint3{u % grid.x, u / grid.x % grid.y, u / (grid.x * grid.y)};
-        start(b, resident ? i * threads : 0, smem);
-        if (resident) continue;
+        start(b, i % together * threads, smem);
+        if (together > 1) {
+            if (i % together == together - 1) run_together(alive);
+            continue;
+        }
         while (b.alive > 0) {
             if (!step(b) && b.alive > 0) {
                 die("deadlock: " + std::to_string(b.at_barrier) + " of " + std::to_string(b.alive) +
                     " threads wait at a block barrier, the others for lanes that never come");
             }
-        }
-    }
-    // blocks that wait for each other: any block may fall behind for a while
-    static uint64_t random = 0x9e3779b97f4a7c15ull;
-    for (size_t left = resident ? blocks : 0; left > 0;) {
-        left = 0;
-        for (Block& b : alive) {
-            random ^= random << 13, random ^= random >> 7, random ^= random << 17;
-            if (b.alive > 0 && (random & 3)) step(b);
-            left += b.alive > 0;
         }
     }
     current = nullptr;

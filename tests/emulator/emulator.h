@@ -62,7 +62,11 @@ extern unsigned char* dynamic_memory;
 
 // resident: all blocks are alive together and may wait for each other (spin() in the loop); static __shared__ arrays
 // would be shared by all of them, so such kernels use dynamic shared memory only.
-void run_grid(dim3 grid, dim3 block, size_t smem, bool resident, const std::function<void()>& body);
+// cluster > 1: clusters run one after the other, the blocks of one together; dynamic shared memory only, as above.
+void run_grid(dim3 grid, dim3 block, size_t smem, bool resident, unsigned cluster, const std::function<void()>& body);
+extern unsigned cluster_blocks;
+void cluster_barrier();
+unsigned char* cluster_memory(unsigned rank);  // dynamic shared memory of a block of the running cluster
 void spin();
 
 // Barrier of the whole block; returns sum over threads of `value` (for __syncthreads_count/or/and).
@@ -303,15 +307,22 @@ public:
 
     template <class... P, class... A>
     void run(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, A... args) const {
-        launch(false, kernel, grid, block, smem, args...);
+        launch(false, 1, kernel, grid, block, smem, args...);
     }
     // Every block of the grid runs at the same time (kernels that wait for other blocks).
     template <class... P, class... A>
     void run_resident(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, A... args) const {
-        launch(true, kernel, grid, block, smem, args...);
+        launch(true, 1, kernel, grid, block, smem, args...);
     }
     template <class... P, class... A>
-    void launch(bool resident, void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, A... args) const {
+    void run_cluster(void (*kernel)(P...), int cluster, dim3 grid, dim3 block, size_t smem, A... args) const {
+        const int most = props.major == 9 || props.major == 10 ? 16 : props.major > 10 ? 8 : 1;
+        FV_CHECK(cluster >= 1 && cluster <= most && grid.x % cluster == 0, op, ": clusters must have 1..", most,
+                 " blocks and divide the grid; got ", cluster, " and ", grid.x, ". Fix: the launcher.");
+        launch(false, cluster, kernel, grid, block, smem, args...);
+    }
+    template <class... P, class... A>
+    void launch(bool resident, int cluster, void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, A... args) const {
         FV_CHECK(grid.x > 0 && grid.y > 0 && grid.z > 0 && grid.y < 65536 && grid.z < 65536 && grid.x < (1u << 31), op,
                  ": the grid must be valid; got ", grid.x, " x ", grid.y, " x ", grid.z, ". Fix: the launcher.");
         FV_CHECK(block.x * block.y * block.z >= 1 && block.x * block.y * block.z <= emu::kMaxThreads, op,
@@ -319,12 +330,7 @@ public:
         FV_CHECK(smem <= static_cast<size_t>(props.max_smem), op, ": shared memory must fit ", props.max_smem,
                  " bytes; got ", smem, ". Fix: the launcher.");
         std::tuple<std::decay_t<P>...> values(static_cast<std::decay_t<P>>(args)...);
-        emu::run_grid(grid, block, smem, resident, [&] { std::apply(kernel, values); });
-    }
-    template <class... P, class... A>
-    void run_cluster(void (*kernel)(P...), int cluster, dim3 grid, dim3 block, size_t smem, A... args) const {
-        FV_CHECK(cluster == 1, op, ": the emulator must see clusters of 1; got ", cluster, ". Fix: test cluster 1 here.");
-        run(kernel, grid, block, smem, args...);
+        emu::run_grid(grid, block, smem, resident, static_cast<unsigned>(cluster), [&] { std::apply(kernel, values); });
     }
     void fill(void* ptr, int byte, size_t bytes) const { std::memset(ptr, byte, bytes); }
 };

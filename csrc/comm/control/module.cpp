@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "handle.h"
+#include "memory.h"
 #include "nccl.h"
 #include "topology.h"
 
@@ -163,6 +164,23 @@ PYBIND11_MODULE(_comm, m) {
         .def("set_one_shot_bytes", &Handle::set_one_shot_bytes)
         .def("set_deadline_ns", &Handle::set_deadline_ns)
         .def("close", &Handle::close);
+    const auto released = py::call_guard<py::gil_scoped_release>();
+    py::class_<DeviceSlab>(m, "DeviceSlab", "GPU memory of this process that others may map.")
+        .def(py::init<int64_t>(), py::arg("bytes"))
+        .def_property_readonly("address", &DeviceSlab::address)
+        .def("ipc_handle", [](const DeviceSlab& s) { return py::bytes(s.ipc_handle()); })
+        .def("fill", &DeviceSlab::fill, py::arg("offset"), py::arg("bytes"), py::arg("value"), released);
+    py::class_<PeerSlab>(m, "PeerSlab", "A DeviceSlab of another process.")
+        .def(py::init([](const py::bytes& handle) { return std::make_unique<PeerSlab>(std::string(handle)); }), py::arg("ipc_handle"))
+        .def_property_readonly("address", &PeerSlab::address);
+    py::class_<HostRegion>(m, "HostRegion", "A region of /dev/shm that several processes and their GPUs see.")
+        .def(py::init<const std::string&, int64_t, bool>(), py::arg("name"), py::arg("bytes"), py::arg("create"))
+        .def_property_readonly("address", &HostRegion::address)
+        .def_property_readonly("name", &HostRegion::name)
+        .def_property_readonly("device_address", &HostRegion::device_address)
+        .def("bind", &HostRegion::bind, py::arg("numa_node"))
+        .def("register_cuda", &HostRegion::register_cuda, released)
+        .def("unlink", &HostRegion::unlink);
     m.def("slab_bytes", &slab_size, py::arg("world"), py::arg("max_bytes"), py::arg("transport"));
     m.attr("SLAB_HEADER") = kSlabHeader;
     m.attr("MAX_RANKS") = kMaxRanks;

@@ -1,0 +1,42 @@
+"""draft_topk against torch (log_softmax, then topk).
+
+    python benchmarks/tree/bench_draft_topk.py --out benchmarks/results
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+from harness import Bench, options  # noqa: E402
+from inputs import draft_logits  # noqa: E402
+
+from fastverify.tree import draft_topk  # noqa: E402
+
+SHAPES = [dict(rows=r, V=v, k=k) for r, v, k in ((8, 32000, 10), (1, 32000, 10), (80, 32000, 10), (8, 32000, 64), (8, 163840, 10))]
+
+
+def main() -> int:
+    bench = Bench("draft_topk", options(__doc__.splitlines()[0]).parse_args())
+    for shape in SHAPES:
+        rows, vocab, k = shape.values()
+        nbytes = rows * vocab * 2
+        sets = [draft_logits(rows, vocab, torch.bfloat16, bench.device, i) for i in range(bench.sets(nbytes))]
+        outs = [draft_topk(x, k) for x in sets]
+
+        def right() -> bool:
+            cpu = [draft_topk(x.cpu(), k) for x in sets[:4]]
+            return all(torch.equal(a.cpu(), b) for got, want in zip(outs, cpu) for a, b in zip(got, want))
+
+        bench.measure("fastverify", shape, "bfloat16",
+                      [partial(draft_topk, x, values=o[0], tokens=o[1]) for x, o in zip(sets, outs)], nbytes, right)
+        if triton_op := bench.triton():
+            bench.measure("triton", shape, "bfloat16", [partial(triton_op, x, None, None, *o) for x, o in zip(sets, outs)], nbytes, right)
+        bench.measure("torch", shape, "bfloat16", [lambda x=x: torch.topk(torch.log_softmax(x.float(), 1), k) for x in sets], nbytes)
+    return bench.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
