@@ -141,6 +141,24 @@ FV_HD int32_t range_length(int32_t total, int32_t blocks, int32_t least) {
     return length > least ? length : least;
 }
 
+// How the line is cut: ranges of `length`; pad > 1: every sequence starts with a range, its units rounded up to `pad`.
+struct Cut {
+    int32_t length, pad;
+};
+// `work`: units x row tiles x kv heads of all requests. Sequences that start with a range need no second piece in a block;
+// taken where that makes the ranges at most an eighth longer.
+FV_HD Cut cut_line(int32_t work, int32_t sequences, int32_t longest, int32_t blocks, int32_t least) {
+    const int32_t length = range_length(work, blocks, least);
+    if (sequences > 0 && sequences <= blocks) {
+        const int32_t aligned = range_length(longest, static_cast<int32_t>(static_cast<uint32_t>(blocks) / static_cast<uint32_t>(sequences)), least);
+        if (aligned <= length + length / 8 + 1) return {aligned, aligned};
+    }
+    return {length, 1};
+}
+FV_HD int32_t padded_units(int32_t units, int32_t pad) {
+    return pad == 1 ? units : static_cast<int32_t>((static_cast<uint32_t>(units) + pad - 1) / static_cast<uint32_t>(pad)) * pad;
+}
+
 // The pieces of the sequence [start, end) of the line: block `first` .. first + count - 1 hold one each.
 struct Pieces {
     int32_t first, count;

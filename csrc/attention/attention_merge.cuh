@@ -119,15 +119,17 @@ __device__ __forceinline__ void merge_pieces(const AttentionParams& p, const Pie
 // row's pieces. Cost: one read of the partial results.
 template <int kHeadDim>
 __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ AttentionParams p, int tile_rows) {
-    __shared__ int64_t scratch[4];
+    __shared__ int scratch[16];
     __shared__ float stats[4][2];
     int* prefix = reinterpret_cast<int*>(dynamic_shared());
     float* weights = reinterpret_cast<float*>(dynamic_shared() + prefix_bytes(p.batch));  // [pieces]
     float4* sums = reinterpret_cast<float4*>(weights + (p.blocks + 3) / 4 * 4);           // [4][kHeadDim / 4]
     constexpr int kQuads = kHeadDim / 4, kPerLane = kQuads > 32 ? kQuads / 32 : 1, kAtOnce = 8 / kPerLane;
-    const int total = lay_out_work(p, tile_rows, prefix, scratch), lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    if (total == 0) return;
-    const int length = range_length(total, p.blocks, p.least_units), row = blockIdx.x;
+    const Line line = lay_out_work(p, tile_rows, prefix, scratch);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    wait_for_previous_launch();  // in every case: what comes after this launch counts on both
+    if (line.total == 0) return;
+    const int length = line.cut.length, row = blockIdx.x;
     Piece piece;
     int before = 0, sequence = blockIdx.y;  // sequences of the requests before piece.request
 #pragma unroll 1
@@ -136,8 +138,9 @@ __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ Atte
         const int tiles = row_tiles(piece.keys.nodes, p.group, tile_rows), count = tiles * p.kv_heads;
 #pragma unroll 1
         for (; sequence < before + count; sequence += gridDim.y) {
-            const int local = sequence - before, start = prefix[piece.request] * p.kv_heads + local * piece.keys.units;
-            const Pieces pieces = pieces_of(start, start + piece.keys.units, length);
+            const int units = padded_units(piece.keys.units, line.cut.pad), local = sequence - before;
+            const int start = prefix[piece.request] * p.kv_heads + local * units;
+            const Pieces pieces = pieces_of(start, start + units, length);
             piece.head = local / tiles;
             piece.tile = local - piece.head * tiles;
             const RowTarget target = row_target(p, piece, tile_rows, row);

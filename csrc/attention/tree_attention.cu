@@ -58,7 +58,7 @@ void run_tiles(const Launch& launch, AttentionParams& p, const AttentionLaunch& 
     launch.run(kernel, dim3(choice.blocks), dim3(128), choice.smem, p);
     if (!p.partials || !p.separate_merge || p.batch > kMaxSplitBatch) return;
     const auto merge = p.head_dim == 64 ? merge_kernel<64> : p.head_dim == 128 ? merge_kernel<128> : merge_kernel<256>;
-    launch.run(merge, dim3(choice.tile_rows, choice.sequences), dim3(128), merge_smem(p.batch, choice.blocks), p, choice.tile_rows);
+    launch.run_overlapped(merge, dim3(choice.tile_rows, choice.sequences), dim3(128), merge_smem(p.batch, choice.blocks), p, choice.tile_rows);
 }
 
 void tree_attention_cuda(const Tensor q, const Tensor k_cache, const Tensor v_cache, const std::optional<Tensor> mask,

@@ -46,14 +46,22 @@ struct Attend {
         }
     }
 
-    // The row of this lane's token of a tile: lanes 0..15 in K, 16..31 in V; null: no such cell.
-    __device__ __forceinline__ const unsigned char* find_cell(const Piece& piece, int tile_begin) {
-        const int token = lane & 15, at = tile_begin + warp * T::kLoadTokens + token;
-        if (token >= T::kLoadTokens || at < piece.keys.first || at >= piece.end) return nullptr;
-        const bool is_k = lane < 16;
-        const unsigned position = static_cast<unsigned>(at), column = p.by_page_size.quotient(position);
-        const int page = p.table[piece.request * p.table_row + column], slot = static_cast<int>(position - column * p.page_size);
+    // This lane's token of a tile: lanes 0..15 look after K, 16..31 after V of the warp's tokens.
+    __device__ __forceinline__ int position_of(int tile_begin) { return tile_begin + warp * T::kLoadTokens + (lane & 15); }
+
+    // The page of that token, -1: none. The load is used one tile later.
+    __device__ __forceinline__ int find_page(const Piece& piece, int tile_begin) {
+        const int at = position_of(tile_begin);
+        if ((lane & 15) >= T::kLoadTokens || at < piece.keys.first || at >= piece.end) return -1;
+        return p.table[piece.request * p.table_row + p.by_page_size.quotient(static_cast<unsigned>(at))];
+    }
+
+    // The token's row in K or V; null: no such cell.
+    __device__ __forceinline__ const unsigned char* find_cell(const Piece& piece, int tile_begin, int page) {
         if (page < 0 || page >= p.num_pages) return nullptr;
+        const bool is_k = lane < 16;
+        const unsigned at = static_cast<unsigned>(position_of(tile_begin));
+        const int slot = static_cast<int>(at - p.by_page_size.quotient(at) * p.page_size);
         return (is_k ? p.k : p.v) + piece.head * (is_k ? p.k_head : p.v_head) + page * (is_k ? p.k_page : p.v_page) +
                slot * (is_k ? p.k_slot : p.v_slot);
     }
@@ -277,6 +285,7 @@ struct Attend {
             end = static_cast<int>(min(static_cast<int64_t>(end), piece.keys.prefix + p.row_base + last));
         }
         const int tiles = end > piece.begin ? (end - piece.begin + T::kTokens - 1) / T::kTokens : 0;
+        int page = tiles > 0 ? find_page(piece, piece.begin) : -1;
         load_q(piece);
         const float scale = p.scale * (p.k_scale ? p.k_scale[piece.head * p.k_scale_stride] : 1.0f);
         const int free_end = piece.keys.prefix;  // tiles that end here or before hold prefix only
@@ -288,7 +297,6 @@ struct Attend {
 #pragma unroll
             for (int n = 0; n < T::kOt; ++n) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0.0f;
         }
-        const unsigned char* cell = tiles > 0 ? find_cell(piece, piece.begin) : nullptr;
         unsigned char *into = ring, *from = ring, *const ring_end = ring + stages * T::kStage;
 #pragma unroll 1
         for (int i = 1 - stages; i < tiles; ++i) {  // loads tile i + stages - 1, then works on tile i
@@ -298,9 +306,9 @@ struct Attend {
                 if (T::kOwnTokens && i > 0) __syncwarp(); else __syncthreads();  // the first tile also waits for Q
             }
             if (load < tiles) {
-                load_tile(into, cell);
+                load_tile(into, find_cell(piece, begin + (stages - 1) * T::kTokens, page));
                 if ((into += T::kStage) == ring_end) into = ring;
-                if (load + 1 < tiles) cell = find_cell(piece, begin + stages * T::kTokens);
+                if (load + 1 < tiles) page = find_page(piece, begin + stages * T::kTokens);
             }
             cp_async_commit();
             if (i < 0) continue;
@@ -431,13 +439,13 @@ __device__ __forceinline__ void clear_padding(const AttentionParams& p) {
 // grid: persistent; block: 128 threads; dynamic shared memory: prefix sums, Q, ring (attention_launch).
 template <class T>
 __global__ void __launch_bounds__(128, 2) tree_attention_kernel(const __grid_constant__ AttentionParams p) {
-    __shared__ int64_t scratch[4];
+    __shared__ int scratch[16];
     __shared__ int flag;
     __shared__ Worker worker;
     __shared__ Piece piece;
     int* prefix = reinterpret_cast<int*>(dynamic_shared());
-    const int total = lay_out_work(p, T::kRows, prefix, scratch);
-    if (threadIdx.x == 0) worker.start(p, total);
+    const Line line = lay_out_work(p, T::kRows, prefix, scratch);
+    if (threadIdx.x == 0) worker.start(line);
     Attend<T> attend(p, dynamic_shared() + prefix_bytes(p.batch));
 #pragma unroll 1
     for (;;) {
