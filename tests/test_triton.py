@@ -96,6 +96,18 @@ def test_triton_takes_over_on_a_gpu_that_the_build_has_no_code_for(monkeypatch, 
     assert asked == ([["probe"]] if taken else [])
 
 
+@needs_triton
+@pytest.mark.parametrize("rows", [1, 16, 64, 513, 4096])
+@pytest.mark.parametrize("vocab", [1, 37, 1025, 32000, 128256, 1 << 20])
+@pytest.mark.parametrize("sms", [108, 128, 132, 148, 188])  # sm_80, 89, 90, 100, 120
+def test_splits_of_verify_tree_cover_every_entry_once(rows, vocab, sms):
+    from fastverify.accept import verify_tree_triton as module
+    tile, splits, span = module.launch_shape(rows, vocab, sms)
+    assert span % tile == 0 and tile % module.GROUP == 0 and 1 <= splits <= module.MAX_SPLITS
+    assert (splits - 1) * span < vocab <= splits * span
+    assert splits == 1 or rows * splits <= 2 * sms
+
+
 # ---- cases --------------------------------------------------------------------------------------------------------
 
 def draft_topk_case(rng, rows=4, n=300, k=5, dtype=torch.float32):
