@@ -30,7 +30,7 @@ from fastverify.cli.output import Output
 
 MIN_CALLS = 50         # calls of one replay: the graph's own launch is then under 0.2 us a call
 MAX_SETS = 1024        # buffer sets of a cold run; very small ops stay partly warm, and their rows say so
-BUDGET_S = 0.5         # device time of one measurement: long calls get fewer samples, at least MIN_SAMPLES
+BUDGET_S = 0.3         # device time of one measurement: long calls get fewer samples, at least MIN_SAMPLES
 MIN_SAMPLES = 7
 COLD_L2S = 3           # bytes that pass between two uses of a buffer, in sizes of the L2
 COLUMNS = ("op", "provider", "shape", "dtype", "median_us", "p20_us", "p80_us", "floor_us", "empty_us", "bytes", "copy_gb_s",

@@ -71,8 +71,10 @@ FV_HD uint64_t visible_positions(const RowSight& s, int64_t prefix, int64_t star
     if (column > -64) {
         const int64_t k = column >> 6;
         const int shift = static_cast<int>(column & 63);
-        seen = window_word(s, k) >> shift;
-        if (shift) seen |= window_word(s, k + 1) << (64 - shift);
+        for (int i = 0; i < (shift ? 2 : 1); ++i) {
+            const uint64_t word = window_word(s, k + i);
+            seen |= i == 0 ? word >> shift : word << (64 - shift);
+        }
     }
     if (column < 0) seen |= low_bits(-column) & ~low_bits(s.first_prefix - start);
     return seen;
@@ -114,27 +116,29 @@ FV_HD RequestKeys request_keys(int32_t cu0, int32_t cu1, int32_t prefix_len, int
     return r;
 }
 
-FV_HD int64_t row_tiles(int64_t nodes, int64_t group, int64_t tile_rows) { return (nodes * group + tile_rows - 1) / tile_rows; }
+// tile_rows a power of two; nodes x group < 2^31.
+FV_HD int32_t row_tiles(int64_t nodes, int64_t group, int32_t tile_rows) {
+    return static_cast<int32_t>(static_cast<uint32_t>(nodes * group + tile_rows - 1) / static_cast<uint32_t>(tile_rows));
+}
 
 // Positions per block: all of `total` in at most `blocks` equal ranges, none shorter than `least`.
-FV_HD int64_t range_length(int64_t total, int64_t blocks, int64_t least) {
-    const int64_t length = (total + blocks - 1) / blocks;
+FV_HD int32_t range_length(int32_t total, int32_t blocks, int32_t least) {
+    const int32_t length = static_cast<int32_t>((static_cast<uint32_t>(total) + blocks - 1) / static_cast<uint32_t>(blocks));
     return length > least ? length : least;
 }
 
 // The pieces of the sequence [start, end) of the line: block `first` .. first + count - 1 hold one each.
 struct Pieces {
-    int64_t first;
-    int count;
+    int32_t first, count;
 };
-FV_HD Pieces pieces_of(int64_t start, int64_t end, int64_t length) {
-    const int64_t first = start / length;
-    return {first, static_cast<int>((end - 1) / length - first) + 1};
+FV_HD Pieces pieces_of(int32_t start, int32_t end, int32_t length) {
+    const uint32_t first = static_cast<uint32_t>(start) / length, last = static_cast<uint32_t>(end - 1) / length;
+    return {static_cast<int32_t>(first), static_cast<int32_t>(last - first) + 1};
 }
 // Where block `block` keeps its piece of the sequence that starts at `start`: a range holds at most two pieces of split
 // sequences, one that goes on from the block before (slot 2 i) and one that goes on to the next (slot 2 i + 1).
-FV_HD int64_t piece_slot(int64_t block, int64_t start, int64_t length) {
-    return 2 * block + (start > block * length ? 1 : 0);
+FV_HD int32_t piece_slot(int32_t block, int32_t start, int32_t length) {
+    return 2 * block + (start > static_cast<int64_t>(block) * length ? 1 : 0);
 }
 
 // ---- the launch ----------------------------------------------------------------------------------------------
@@ -187,7 +191,7 @@ FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_h
     a.tile_rows = tile;
     a.stages = least_stages(head_dim, tile, stage);
     while (a.stages < kMaxStages && need(tile, a.stages + 1) <= (two ? half : one)) ++a.stages;
-    const int64_t blocks = sms * (two ? 2 : 1), most = tile == 16 && head_dim == 64 ? 512 : 1024;  // a merge keeps a weight per piece where Q was
+    const int64_t blocks = sms * (two ? 2 : 1), most = tile == 16 && head_dim == 64 ? 511 : 1023;  // a merge keeps a weight per piece where Q was
     a.blocks = static_cast<int>(blocks < most ? blocks : most);  // at most kMaxBlocks
     a.smem = need(tile, a.stages);
     a.least_units = 4;

@@ -42,34 +42,36 @@ __device__ __forceinline__ void store_out(const AttentionParams& p, const RowTar
     *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) = w;
 }
 
-// Rows [row0, row0 + count) of a sequence split into `pieces`. 128 threads; `weights`: count x pieces.count floats,
+// Rows [row0, row0 + count) of a sequence split into `pieces`. 128 threads; `weights`: count x (pieces.count + 1) floats,
 // `ring`: kMergeRing bytes, both in shared memory and not in use.
 template <int kHeadDim>
-__device__ __forceinline__ void merge_rows(const AttentionParams& p, const Piece& piece, const Pieces& pieces, int length,
+__device__ __forceinline__ void merge_rows(const AttentionParams& p, const Piece& piece, Pieces pieces, int length,
                                            int tile_rows, int row0, int count, float* weights, unsigned char* ring) {
     const int64_t floats = partial_floats(tile_rows, kHeadDim);
     const int64_t first = piece_slot(pieces.first, piece.start, length) * floats;   // then one slot 2 i per block
     const int64_t rest = 2 * pieces.first * floats;
     const auto partial = [&](int j) { return p.partials + (j == 0 ? first : rest + 2 * j * floats); };
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, stride = pieces.count + 1;
+#pragma unroll 1
     for (int i = warp; i < count; i += 4) {
         const int row = row0 + i;
         const RowTarget target = row_target(p, piece, tile_rows, row);
         float top = -INFINITY;
+#pragma unroll 1
         for (int j = lane; j < pieces.count; j += 32) top = fmaxf(top, __ldcg(partial(j) + tile_rows * kHeadDim + row));
         top = warp_max(top);
         const float shift = top == -INFINITY ? 0.0f : top;
         float sum = 0.0f;
+#pragma unroll 1
         for (int j = lane; j < pieces.count; j += 32) {
             const float* stats = partial(j) + tile_rows * kHeadDim + row;
             const float w = exp2_approx(__ldcg(stats) - shift);
-            weights[i * pieces.count + j] = w;
+            weights[i * stride + j] = w;
             sum += w * __ldcg(stats + tile_rows);
         }
         sum = warp_sum(sum);
         const float factor = target.live ? finish_row(p, target, piece.head, top, sum, lane == 0) : 0.0f;
-        __syncwarp();
-        for (int j = lane; j < pieces.count; j += 32) weights[i * pieces.count + j] *= factor;
+        if (lane == 0) weights[i * stride + pieces.count] = factor;
     }
     __syncthreads();
     // a stream of 16-byte loads per thread: for each of its columns, the pieces in order
@@ -84,16 +86,19 @@ __device__ __forceinline__ void merge_rows(const AttentionParams& p, const Piece
         }
         cp_async_commit();
     };
+#pragma unroll 1
     for (int i = 0; i < kMergeDepth - 1; ++i) issue(i);
     int column = threadIdx.x, j = 0;
     float4 sum = {};
+#pragma unroll 1
     for (int i = 0; i < loads; ++i) {
         cp_async_wait<kMergeDepth - 2>();
         const float4 v = *reinterpret_cast<const float4*>(slots + (i % kMergeDepth) * (128 * 16));
         issue(i + kMergeDepth - 1);
-        const float w = weights[column / kQuads * pieces.count + j];
-        sum.x += w * v.x, sum.y += w * v.y, sum.z += w * v.z, sum.w += w * v.w;
+        const float* w = weights + column / kQuads * stride;
+        sum.x += w[j] * v.x, sum.y += w[j] * v.y, sum.z += w[j] * v.z, sum.w += w[j] * v.w;
         if (++j < pieces.count) continue;
+        sum.x *= w[j], sum.y *= w[j], sum.z *= w[j], sum.w *= w[j];
         const RowTarget target = row_target(p, piece, tile_rows, row0 + column / kQuads);
         if (target.live) store_out(p, target, column % kQuads * 4, sum);
         sum = {};
@@ -113,15 +118,18 @@ __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ Atte
     int* prefix = reinterpret_cast<int*>(dynamic_shared());
     unsigned char* ring = dynamic_shared() + prefix_bytes(p.batch);
     float* weights = reinterpret_cast<float*>(ring + kMergeRing);
-    const int64_t total = lay_out_work(p, tile_rows, prefix, scratch);
+    const int total = lay_out_work(p, tile_rows, prefix, scratch);
     if (total == 0) return;
-    const int length = static_cast<int>(range_length(total, p.blocks, p.least_units));
+    const int length = range_length(total, p.blocks, p.least_units);
     const int groups = tile_rows / kMergeRows, items = p.blocks * groups;
+#pragma unroll 1
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const int64_t begin = static_cast<int64_t>(item / groups) * length;
         if (begin + length >= total) return;  // the last range ends with the line
         Piece piece;
-        piece_at(p, prefix, tile_rows, static_cast<int>(begin) + length - 1, 1, piece);
+        piece.request = request_at(p, prefix, static_cast<int>(begin) + length - 1);
+        piece.keys = keys_of(p, piece.request);
+        take_piece(p, prefix, tile_rows, static_cast<int>(begin) + length - 1, 1, piece);
         if (piece.start < begin || piece.stop <= begin + length) continue;  // began before, or ends here
         const int row0 = item % groups * kMergeRows;
         if (!row_target(p, piece, tile_rows, row0).live) continue;
@@ -130,6 +138,6 @@ __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ Atte
     }
 }
 
-inline int64_t merge_smem(int64_t batch, int64_t blocks) { return prefix_bytes(batch) + kMergeRing + kMergeRows * blocks * 4; }
+inline int64_t merge_smem(int64_t batch, int64_t blocks) { return prefix_bytes(batch) + kMergeRing + kMergeRows * (blocks + 1) * 4; }
 
 }  // namespace fv

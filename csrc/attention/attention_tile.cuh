@@ -47,7 +47,7 @@ struct AttentionTile {
     static constexpr int kTokens = tile_tokens(kHeadDim), kWarpRows = warp_rows(kHeadDim, kRows);
     static constexpr int kSplit = 4 * kWarpRows / kRows;     // warps that share the tokens of a tile
     static constexpr int kWarpTokens = kTokens / kSplit;     // tokens of a tile that a warp works on
-    static constexpr int kSub = kWarpTokens < 32 ? kWarpTokens : 32;  // of them at a time
+    static constexpr int kSub = kWarpTokens < 32 || (kHeadDim == 128 && kSplit == 1 && Kv::kBytes == 1) ? 16 : 32;  // of them at a time (registers)
     static constexpr int kLoadTokens = kTokens / 4;          // tokens of a tile that a warp loads
     static constexpr bool kOwnTokens = kSplit == 4;          // a warp reads only what it loaded itself
     static constexpr int kMt = kWarpRows / 16, kNt = kSub / 8, kOt = kHeadDim / 8;

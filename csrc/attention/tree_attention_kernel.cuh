@@ -31,6 +31,7 @@ struct Attend {
 
     __device__ __forceinline__ void load_q(const Piece& piece) {
         constexpr int kChunks = T::kHeadDim / 8;
+#pragma unroll 1
         for (int i = threadIdx.x; i < T::kRows * kChunks; i += T::kThreads) {
             const int row = i / kChunks, chunk = i % kChunks;
             const RowTarget t = row_target(p, piece, T::kRows, row);
@@ -45,30 +46,35 @@ struct Attend {
         }
     }
 
-    // Byte offset of this lane's token of a tile: lanes 0..15 in K, 16..31 in V; -1: no such cell.
-    __device__ __forceinline__ int64_t find_cell(const Piece& piece, int tile_begin) {
-        const int token = lane & 15;
-        const int at = tile_begin + warp * T::kLoadTokens + token;
-        if (token >= T::kLoadTokens || at < piece.keys.first || at >= piece.end) return -1;
+    // The row of this lane's token of a tile: lanes 0..15 in K, 16..31 in V; null: no such cell.
+    __device__ __forceinline__ const unsigned char* find_cell(const Piece& piece, int tile_begin) {
+        const int token = lane & 15, at = tile_begin + warp * T::kLoadTokens + token;
+        if (token >= T::kLoadTokens || at < piece.keys.first || at >= piece.end) return nullptr;
         const unsigned position = static_cast<unsigned>(at), size = p.page_size, column = position / size;
         const int64_t page = p.table[piece.request * p.table_row + column];
-        if (page < 0 || page >= p.num_pages) return -1;
+        if (page < 0 || page >= p.num_pages) return nullptr;
         const int64_t slot = position - column * size;
-        return lane < 16 ? page * p.k_page + slot * p.k_slot : page * p.v_page + slot * p.v_slot;
+        return lane < 16 ? p.k + piece.head * p.k_head + page * p.k_page + slot * p.k_slot
+                         : p.v + piece.head * p.v_head + page * p.v_page + slot * p.v_slot;
     }
 
     // This warp's tokens of one tile into `stage`; cells that do not exist become zeros.
-    __device__ __forceinline__ void load_tile(const Piece& piece, unsigned char* stage, int64_t cell) {
-        constexpr int kChunks = T::kKvRow / 16, kLoads = T::kLoadTokens * kChunks / 32;
-        const unsigned char* k = p.k + piece.head * p.k_head;
-        const unsigned char* v = p.v + piece.head * p.v_head;
+    __device__ __forceinline__ void load_tile(unsigned char* stage, const unsigned char* cell) {
+        constexpr int kChunks = T::kKvRow / 16, kAtOnce = 32 / kChunks, kLoads = T::kLoadTokens / kAtOnce;
+        const unsigned there = __ballot_sync(kFullWarp, cell != nullptr);
+        const uint64_t mine = reinterpret_cast<uint64_t>(cell);
+        const int first = lane / kChunks, chunk = lane % kChunks;  // the token of the first load, of kAtOnce
+        const int base = swizzled<T::kKvRow>(first, chunk);        // rows of a warp begin at a multiple of 8
+        unsigned char* to = stage + warp * T::kLoadTokens * T::kKvRow;
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-            const int token = (lane + 32 * i) / kChunks, chunk = (lane + 32 * i) % kChunks;
-            const int64_t k_cell = __shfl_sync(kFullWarp, cell, token), v_cell = __shfl_sync(kFullWarp, cell, 16 + token);
-            const int at = swizzled<T::kKvRow>(warp * T::kLoadTokens + token, chunk);
-            cp_async_16(stage + at, k + (k_cell < 0 ? 0 : k_cell + chunk * 16), k_cell >= 0);
-            cp_async_16(stage + T::kStage / 2 + at, v + (v_cell < 0 ? 0 : v_cell + chunk * 16), v_cell >= 0);
+            const int at = (T::kKvRow >= 128 ? base ^ (kAtOnce * i & 7) << 4 : base) + kAtOnce * i * T::kKvRow;
+#pragma unroll
+            for (int v = 0; v < 2; ++v) {
+                const int source = first + kAtOnce * i + 16 * v;
+                const uint64_t row = __shfl_sync(kFullWarp, mine, source);
+                cp_async_16(to + v * (T::kStage / 2) + at, reinterpret_cast<const unsigned char*>(row) + chunk * 16, there >> source & 1);
+            }
         }
     }
 
@@ -119,6 +125,7 @@ struct Attend {
     // seen[row]: the cache positions start .. start + 63 that each row of the tile sees. All threads; ends with a barrier.
     __device__ __forceinline__ void look(const Piece& piece, int start) {
         __syncthreads();
+#pragma unroll 1
         for (int row = threadIdx.x; row < T::kRows; row += T::kThreads) {
             const RowTarget t = row_target(p, piece, T::kRows, row);
             uint64_t bits = 0;
@@ -239,7 +246,7 @@ struct Attend {
                         for (int e = 0; e < 4; ++e) {
                             const float x = s[m][n][e] * scale;  // log2 domain
                             const float w = exp2_approx(-2.0f * fabsf(x) * inverse);  // exp(-2 |score| / softcap)
-                            s[m][n][e] = p.softcap > 0.0f ? p.softcap * kLog2E * copysignf((1.0f - w) / (1.0f + w), x) : x;
+                            s[m][n][e] = p.softcap > 0.0f ? p.softcap * kLog2E * copysignf(__fdividef(1.0f - w, 1.0f + w), x) : x;
                         }
                     }
                 }
@@ -271,19 +278,6 @@ struct Attend {
         }
         const int tiles = end > piece.begin ? (end - piece.begin + T::kTokens - 1) / T::kTokens : 0;
         load_q(piece);
-        int64_t cells[kMaxStages - 1];
-#pragma unroll
-        for (int i = 0; i < kMaxStages - 1; ++i) {
-            if (i < stages - 1 && i < tiles) cells[i] = find_cell(piece, piece.begin + i * T::kTokens);
-        }
-#pragma unroll
-        for (int i = 0; i < kMaxStages - 1; ++i) {
-            if (i < stages - 1) {
-                if (i < tiles) load_tile(piece, ring + i * T::kStage, cells[i]);
-                cp_async_commit();
-            }
-        }
-        int64_t ahead = stages - 1 < tiles ? find_cell(piece, piece.begin + (stages - 1) * T::kTokens) : -1;
         const float scale = p.scale * (p.k_scale ? p.k_scale[piece.head * p.k_scale_stride] : 1.0f);
         const int free_end = piece.keys.prefix;  // tiles that end here or before hold prefix only
         const int free_begin = p.window > 0 ? piece.keys.prefix + piece.keys.columns - p.window : 0;
@@ -294,27 +288,32 @@ struct Attend {
 #pragma unroll
             for (int n = 0; n < T::kOt; ++n) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0.0f;
         }
-        int at = 0, into = stages - 1;
-        for (int i = 0; i < tiles; ++i) {
-            wait(stages);
-            if (T::kOwnTokens && i > 0) __syncwarp(); else __syncthreads();  // the first tile also waits for Q
-            if (i == 0) {
-                if constexpr (T::kQInRegisters) {
+        const unsigned char* cell = tiles > 0 ? find_cell(piece, piece.begin) : nullptr;
+        unsigned char *into = ring, *from = ring, *const ring_end = ring + stages * T::kStage;
+#pragma unroll 1
+        for (int i = 1 - stages; i < tiles; ++i) {  // loads tile i + stages - 1, then works on tile i
+            const int load = i + stages - 1, begin = piece.begin + i * T::kTokens;
+            if (i >= 0) {
+                wait(stages);
+                if (T::kOwnTokens && i > 0) __syncwarp(); else __syncthreads();  // the first tile also waits for Q
+            }
+            if (load < tiles) {
+                load_tile(into, cell);
+                if ((into += T::kStage) == ring_end) into = ring;
+                if (load + 1 < tiles) cell = find_cell(piece, begin + stages * T::kTokens);
+            }
+            cp_async_commit();
+            if (i < 0) continue;
+            if constexpr (T::kQInRegisters) {
+                if (i == 0) {
 #pragma unroll
                     for (int step = 0; step < T::kHeadDim / 16; ++step) q_fragment(q_fragments[step], 0, step);
                 }
             }
-            const int begin = piece.begin + i * T::kTokens;
-            if (i + stages - 1 < tiles) {
-                load_tile(piece, ring + into * T::kStage, ahead);
-                if (i + stages < tiles) ahead = find_cell(piece, begin + stages * T::kTokens);
-            }
-            cp_async_commit();
             const bool masked = begin + T::kTokens > free_end || begin < free_begin;
             if (masked) look(piece, begin);
-            tile(ring + at * T::kStage, masked, scale);
-            if (++at == stages) at = 0;
-            if (++into == stages) into = 0;
+            tile(from, masked, scale);
+            if ((from += T::kStage) == ring_end) from = ring;
         }
         cp_async_wait<0>();
     }
@@ -339,6 +338,7 @@ struct Attend {
             }
         }
         __syncthreads();
+#pragma unroll 1
         for (int row = threadIdx.x; row < T::kRows; row += T::kThreads) {
             float high = -INFINITY, all = 0.0f;
             for (int w = 0; w < T::kSplit; ++w) high = fmaxf(high, stats[(w * T::kRows + row) * 2]);
@@ -349,7 +349,6 @@ struct Attend {
             if (partial) {
                 partial[T::kRows * T::kHeadDim + row] = high;
                 partial[T::kRows * (T::kHeadDim + 1) + row] = all;
-                total[2 * row + 1] = 1.0f;
             } else {
                 const RowTarget t = row_target(p, piece, T::kRows, row);
                 total[2 * row + 1] = t.live ? finish_row(p, t, piece.head, high, all, true) : 0.0f;
@@ -362,7 +361,7 @@ struct Attend {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = row_group * T::kWarpRows + 16 * m + 8 * h + lane / 4;
-                const float factor = exp2_approx(top[m][h] - total[2 * row]) * total[2 * row + 1];
+                const float factor = exp2_approx(top[m][h] - total[2 * row]);
                 float* to = staged + static_cast<int64_t>(share * T::kRows + row) * T::kHeadDim;
                 const int swizzle = (row & 3) << 3;
 #pragma unroll
@@ -374,6 +373,7 @@ struct Attend {
         }
         __syncthreads();
         constexpr int kQuads = T::kHeadDim / 4;
+#pragma unroll 2
         for (int i = threadIdx.x; i < T::kRows * kQuads; i += T::kThreads) {
             const int row = i / kQuads, dim = i % kQuads * 4;
             float4 v = {};
@@ -387,6 +387,8 @@ struct Attend {
                 __stcg(reinterpret_cast<float4*>(partial + row * T::kHeadDim + dim), v);
             } else {
                 const RowTarget t = row_target(p, piece, T::kRows, row);
+                const float factor = total[2 * row + 1];
+                v.x *= factor, v.y *= factor, v.z *= factor, v.w *= factor;
                 if (t.live) store_out(p, t, dim, v);
             }
         }
@@ -395,16 +397,19 @@ struct Attend {
 
 // Rows that belong to no request: out 0, lse -inf.
 __device__ __forceinline__ void clear_padding(const AttentionParams& p) {
-    const int64_t used = p.batch > 0 ? p.cu_nodes[p.batch] : 0;
-    const int64_t heads = static_cast<int64_t>(p.kv_heads) * p.group;
+    const int used = p.batch > 0 ? p.cu_nodes[p.batch] : 0, heads = p.kv_heads * p.group;
+#pragma unroll 1
     for (int64_t row = (used < 0 ? 0 : used) + blockIdx.x; row < p.rows; row += gridDim.x) {
-        for (int64_t i = threadIdx.x; i < heads * p.head_dim; i += blockDim.x) {
-            const int64_t at = row * p.out_row + i / p.head_dim * p.out_head + i % p.head_dim;
-            if (p.q_type == Element::kF32) static_cast<float*>(p.out)[at] = 0.0f;
-            else static_cast<uint16_t*>(p.out)[at] = 0;
+#pragma unroll 1
+        for (int head = 0; head < heads; ++head) {
+#pragma unroll 1
+            for (int i = static_cast<int>(threadIdx.x); i < p.head_dim; i += static_cast<int>(blockDim.x)) {
+                const int64_t at = row * p.out_row + head * p.out_head + i;
+                if (p.q_type == Element::kF32) static_cast<float*>(p.out)[at] = 0.0f;
+                else static_cast<uint16_t*>(p.out)[at] = 0;
+            }
+            if (p.lse && threadIdx.x == 0) p.lse[row * p.lse_row + head] = -INFINITY;
         }
-        if (!p.lse) continue;
-        for (int64_t i = threadIdx.x; i < heads; i += blockDim.x) p.lse[row * p.lse_row + i] = -INFINITY;
     }
 }
 
@@ -416,13 +421,12 @@ __global__ void __launch_bounds__(128, 2) tree_attention_kernel(const __grid_con
     __shared__ Worker worker;
     __shared__ Piece piece;
     int* prefix = reinterpret_cast<int*>(dynamic_shared());
-    const int64_t total = lay_out_work(p, T::kRows, prefix, scratch);
-    if (threadIdx.x == 0) {
-        worker.start(p, total);
-        flag = worker.next(p, prefix, T::kRows, piece);
-    }
+    const int total = lay_out_work(p, T::kRows, prefix, scratch);
+    if (threadIdx.x == 0) worker.start(p, total);
     Attend<T> attend(p, dynamic_shared() + prefix_bytes(p.batch));
+#pragma unroll 1
     for (;;) {
+        if (threadIdx.x == 0) flag = worker.next(p, prefix, T::kRows, piece);
         __syncthreads();
         if (!flag) break;
         attend.run(piece);
@@ -432,7 +436,8 @@ __global__ void __launch_bounds__(128, 2) tree_attention_kernel(const __grid_con
         attend.finish(piece, partial);
         if (partial && !p.separate_merge && last_block(p.counters + pieces.first, pieces.count, &flag)) {
             float* weights = reinterpret_cast<float*>(attend.q_smem);
-            const int most = max(1, T::kQBytes / 4 / pieces.count);
+            const int most = max(1, T::kQBytes / 4 / (pieces.count + 1));
+#pragma unroll 1
             for (int row = 0; row < T::kRows; row += most) {
                 if (!row_target(p, piece, T::kRows, row).live) break;
                 merge_rows<T::kHeadDim>(p, piece, pieces, worker.length, T::kRows, row, min(most, T::kRows - row), weights, attend.ring);
@@ -440,7 +445,6 @@ __global__ void __launch_bounds__(128, 2) tree_attention_kernel(const __grid_con
             }
         }
         __syncthreads();
-        if (threadIdx.x == 0) flag = worker.next(p, prefix, T::kRows, piece);
     }
     clear_padding(p);
 }

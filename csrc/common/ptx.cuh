@@ -18,6 +18,11 @@ __device__ __forceinline__ void cp_async_16(void* dst, const void* src, bool pre
     const int bytes = pred ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(dst)), "l"(src), "r"(bytes) : "memory");
 }
+// The same for bytes read once, in order: the L2 fetches 256 bytes at a time.
+__device__ __forceinline__ void cp_async_16_stream(void* dst, const void* src, bool pred = true) {
+    const int bytes = pred ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(dst)), "l"(src), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
@@ -100,6 +105,12 @@ __device__ __forceinline__ uint4 load_streaming_16(const void* p) {
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
+}
+
+// x, of which the compiler knows nothing: what is made from it is computed here, not kept in registers from afar.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
 }
 
 // ---- clusters (sm_90 and newer; elsewhere a block is a cluster of its own) ----------------------------------

@@ -14,6 +14,7 @@ inline void cp_async_16(void* dst, const void* src, bool pred = true) {
     if (pred) std::memcpy(dst, src, 16);
     else std::memset(dst, 0, 16);
 }
+inline void cp_async_16_stream(void* dst, const void* src, bool pred = true) { cp_async_16(dst, src, pred); }
 inline void cp_async_commit() {}
 template <int kPending>
 inline void cp_async_wait() {}
@@ -103,6 +104,7 @@ inline uint64_t global_timer() {
 }
 inline void spin_pause() { emu::spin(); }
 
+inline uint32_t opaque(uint32_t x) { return x; }
 inline void cluster_barrier() { emu::cluster_barrier(); }
 inline uint32_t cluster_rank() { return emu::block_idx.x % emu::cluster_blocks; }
 template <class T>
