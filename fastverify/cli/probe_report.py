@@ -187,7 +187,7 @@ def verdict(tau: float, plain: Pieces, p: Pieces, verify_ms: Optional[float] = N
         head += f"changes nothing ({100 * gain:+.1f} %)"
     else:
         head += f"loses {-100 * gain:.0f} %" if gain < 0 else f"wins {100 * gain:.0f} %"
-    if tau_error and abs(tau - even) < 2 * tau_error:
+    if tau_error and report.EVEN <= abs(gain) and abs(tau - even) < 2 * tau_error:
         head += f" (too close to call: tau is known to +-{2 * tau_error:.2f}; more prompts)"
     if verify_ms is None and gain >= report.EVEN:
         return head

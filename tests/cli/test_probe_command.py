@@ -85,6 +85,8 @@ def test_standard_error_of_tau():
     assert pr.Row("d", "chain-3", 4, 3, piece(0, 26.0), piece(verify=10.0), runs[:2], runs[2:]).verdict() == (
         "tau 2.00 < break-even 2.60: speculation loses 23 % (too close to call: tau is known to +-1.15; more prompts); with verify at "
         "10 ms (a plain step's) it would win 100 %")
+    even = pr.Row("d", "chain-3", 4, 3, piece(0, 20.1), piece(verify=10.0), runs[:2], runs[2:]).verdict()
+    assert even.startswith("tau 2.00 < break-even 2.01: speculation changes nothing (-0.5 %); with verify at 10 ms")
     assert pr.Row("none", "off", 1, 0, piece(), piece(), runs, runs).tau_error is None
 
 
