@@ -67,7 +67,8 @@ class Row:
     nodes, levels     of the shape
     calibrated, off   Pieces of a speculative round of it and of a plain round, from calibration runs
     first, second     Stats of the batches of the two halves of the prompts
-    equal, prompts    texts that are plain decoding's token for token, of how many
+    equal             texts that are plain decoding's token for token
+    halves            prompts in each half
     distinct          mean distinct-4-gram ratio of the texts
     """
 
@@ -80,8 +81,12 @@ class Row:
     first: list
     second: list
     equal: int = 0
-    prompts: int = 0
+    halves: tuple = (0, 0)
     distinct: float = 1.0
+
+    @property
+    def prompts(self) -> int:
+        return sum(self.halves)
 
     @property
     def plain(self) -> bool:
