@@ -36,7 +36,7 @@ class Plan:
     batch: int = 1
     params: SamplingParams = field(default_factory=SamplingParams)
     stop_ids: Optional[list] = None
-    rounds: int = 9
+    rounds: int = 13
     seconds: float = math.inf
 
 
