@@ -100,7 +100,9 @@ def test_cmake_lists_every_source():
 
 
 def test_step_path_reads_nothing_on_the_host():
-    step = sources(".py", roots=[PACKAGE / s for s in STAGES]) + [p for p in [PACKAGE / "plan.py"] if p.exists()]
+    set_up = {"communicator.py", "peer_check.py", "topology.py"}  # what runs before the first step, or after a failure
+    step = [p for p in sources(".py", roots=[PACKAGE / s for s in STAGES]) if p.name not in set_up]
+    step += [p for p in [PACKAGE / "plan.py"] if p.exists()]
     assert offenders(step, r"\.(item|cpu|tolist|numpy)\(|\.synchronize\(|\bprint\(") == []
 
 
