@@ -62,13 +62,11 @@ __device__ __attribute__((noinline)) void slice_digits(
     for (int i = team.tid(); i < kDigitCopies * kDigits; i += kTeamThreads) (&s->digit_copies[0][0])[i] = 0;
     __syncthreads();
     Word* mine = s->digit_copies[team.lane() % kDigitCopies];
-    visit<kExtras>(row, team, [&](int64_t, const float (&z)[kChunk]) {
-#pragma unroll 1
-        for (int j = 0; j < kChunk; ++j) {
-            const uint32_t o = ordered_bits(z[j]);
-            if (!(z[j] > -kInf) || o < floor || !in_prefix(o, prefix, shift)) continue;
-            atomicAdd(mine + (o >> shift & (kDigits - 1)), by_mass ? static_cast<Word>(mass_of(z[j], zmax)) : 1);
-        }
+    const uint32_t lowest = ordered_bits(-kFloatMax), known = shift < 24 && prefix > floor ? prefix : floor;
+    visit_from<kExtras>(row, team, from_ordered_bits(known > lowest ? known : lowest), [&](int, float z) {
+        const uint32_t o = ordered_bits(z);
+        if (!in_prefix(o, prefix, shift)) return;
+        atomicAdd(mine + (o >> shift & (kDigits - 1)), by_mass ? static_cast<Word>(mass_of(z, zmax)) : 1);
     });
     __syncthreads();
     for (int d = team.tid(); d < kDigits; d += kTeamThreads) {
@@ -159,13 +157,11 @@ __device__ __attribute__((noinline)) int gather_candidates(const Row<T>& row, Te
         s->kept_count = 0;
     }
     if (mine >= bound && mine > 0) {
-        visit<kExtras>(row, team, [&](int64_t id, const float (&z)[kChunk]) {
-#pragma unroll
-            for (int j = 0; j < kChunk; ++j) {
-                if (!(z[j] > -kInf) || ordered_bits(z[j]) < bound) continue;
-                const uint32_t at = atomicAdd(&s->list_count[set], 1u);
-                if (at < kListEntries) s->candidates.slice[at] = Candidate{z[j], static_cast<int32_t>(id) + j};
-            }
+        const uint32_t lowest = ordered_bits(-kFloatMax);
+        const float low = from_ordered_bits(bound > lowest ? bound : lowest);
+        visit_from<kExtras>(row, team, low, [&](int id, float z) {
+            const uint32_t at = atomicAdd(&s->list_count[set], 1u);
+            if (at < kListEntries) s->candidates.slice[at] = Candidate{z, id};
         });
     }
     team.barrier();
@@ -191,8 +187,13 @@ __device__ __attribute__((noinline)) int gather_candidates(const Row<T>& row, Te
 // ordered_bits of this thread's largest z (0: none).
 template <bool kExtras, class T>
 __device__ __forceinline__ uint32_t thread_max(const Row<T>& row, Team team, bool* bad) {
+    if (!kExtras && row.plain && row.all_whole()) {  // the temperature keeps the order: one division
+        const float x = scan_fast<true>(row, team);
+        *bad = x != x;
+        if (!*bad) return x > -kInf ? ordered_bits(row.scaled(x)) : 0;
+    }
     uint32_t best = 0;
-    *bad = visit<kExtras>(row, team, [&](int64_t, const float (&z)[kChunk]) {
+    *bad = visit<kExtras>(row, team, [&](int, const float (&z)[kChunk]) {
 #pragma unroll
         for (int j = 0; j < kChunk; ++j) {
             const uint32_t o = z[j] > -kInf ? ordered_bits(z[j]) : 0;
@@ -232,7 +233,7 @@ __device__ __attribute__((noinline)) Word filtered_key(const Row<T>& row, Team t
 
 // Log-probability of `token` under the raw logits, the same in every thread of the team.
 template <class T>
-__device__ __attribute__((noinline)) float raw_logprob(const Row<T>& row, Team team, int64_t token) {
+__device__ __attribute__((noinline)) float raw_logprob(const Row<T>& row, Team team, int token) {
     const Team::TopBits block = team.block_top(kSlotRaw, raw_max_of_slice(row, team), 0);
     const uint32_t top = team.team_bounds(row.turn, kTeamRawMax, block.top, 0, 0).top;
     const float max = top ? from_ordered_bits(top) : -kInf;

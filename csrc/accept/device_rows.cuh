@@ -8,6 +8,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cmath>
 #include <type_traits>
 
 #include "accept/team.cuh"
@@ -24,10 +25,7 @@ constexpr int kChunk = 8;  // ids that a thread takes at a time: two Philox call
 template <class T>
 struct RawChunk {
     static constexpr int kVectors = kChunk * sizeof(T) / 16;
-    union {
-        uint4 vectors[kVectors];
-        uint32_t words[4 * kVectors];
-    };
+    uint32_t words[4 * kVectors];
     __device__ __forceinline__ float get(int j) const {
         if constexpr (sizeof(T) == 4) {
             return bits_to_float(words[j]);
@@ -40,84 +38,69 @@ struct RawChunk {
     }
 };
 
-// Row of a request. Ids are global; local entry = id - offset.
+// A row of a request, in shared memory. Everything is indexed by global id.
 template <class T>
 struct Row {
-    const T* data;         // [n]
-    int64_t n, offset;     // ids [offset, offset + n)
-    const float* bias;     // [n] or null
-    const int32_t* bitmask;  // bits of global ids, or null
-    const int32_t* counts;   // [n], read with penalties only
-    const int64_t* ancestors;  // drafted tokens above the row, shared memory
-    int num_ancestors;
-    bool penalties;
+    // of the request and the block: init()
     RowParams p;
-    uint32_t t;            // absolute position of the token
-    float inverse;         // 1 / temperature
-    int align;             // bytes that loads of whole chunks may assume: 16, 4 or 2
-    int first, last;       // chunks [first, last) of this block
-    int turn;              // parity in the order in which the team takes rows
+    float inverse;             // 1 / temperature
+    bool plain;                // scan_fast may be used: no extras, no extreme temperature
+    bool penalties;
+    int begin, end;            // ids [begin, end)
+    int first, last;           // chunks [first, last) of this block
+    const float* bias;         // or null
+    const int32_t* counts;     // read with penalties only
+    const int64_t* ancestors;  // drafted tokens above the row, shared memory
+    // of the row: open()
+    const T* base;             // logit of id 0
+    const int32_t* bitmask;    // or null
+    uint32_t t;                // absolute position of the token
+    int num_ancestors;
+    int whole_first, whole_last;  // chunks that 16-byte loads may take: aligned, and inside the row
+    int turn;                  // parity in the order in which the team takes rows
 
-    __device__ void set_slice(int lane, int lanes) {
-        const int64_t begin = offset / kChunk, end = (offset + n + kChunk - 1) / kChunk;
-        const int64_t per = (end - begin + lanes - 1) / lanes;
-        const int64_t lo = begin + per * lane;
-        first = static_cast<int>(lo < end ? lo : end);
-        last = static_cast<int>(lo + per < end ? lo + per : end);
-        const uintptr_t address = reinterpret_cast<uintptr_t>(data) - static_cast<uintptr_t>(offset) * sizeof(T);
-        align = address % 16 == 0 ? 16 : address % 4 == 0 ? 4 : 2;
+    __device__ void init(const RowParams& params, int first_id, int ids, const float* request_bias, const int32_t* request_counts,
+                         bool with_penalties, const int64_t* above, bool extras) {
+        p = params;
         inverse = p.greedy() ? 1.0f : 1.0f / p.temperature;
+        plain = !extras && (p.greedy() || (p.temperature > 1e-30f && p.temperature < 1e30f));
+        penalties = with_penalties;
+        begin = first_id;
+        end = first_id + ids;
+        bias = request_bias ? request_bias - first_id : nullptr;
+        counts = request_counts ? request_counts - first_id : nullptr;
+        ancestors = above;
     }
+    __device__ void set_slice(int lane, int lanes) {
+        const int from = begin / kChunk, to = (end + kChunk - 1) / kChunk, per = (to - from + lanes - 1) / lanes;
+        const int lo = from + per * lane;
+        first = lo < to ? lo : to;
+        last = lo + per < to ? lo + per : to;
+    }
+    __device__ __forceinline__ void open(const T* data, const int32_t* row_bitmask, uint32_t position, int depth, int parity) {
+        base = data - begin;
+        bitmask = row_bitmask;
+        t = position;
+        num_ancestors = depth;
+        turn = parity;
+        whole_first = (begin + kChunk - 1) / kChunk;
+        whole_last = reinterpret_cast<uintptr_t>(base) % 16 == 0 ? end / kChunk : 0;
+    }
+    __device__ __forceinline__ bool all_whole() const { return first >= whole_first && last <= whole_last; }
 
-    // Ids outside the row read as -inf.
-    __device__ __forceinline__ RawChunk<T> load(int chunk) const {
-        RawChunk<T> raw;
-        const int64_t i = static_cast<int64_t>(chunk) * kChunk - offset;
-        if (i >= 0 && i + kChunk <= n && align == 16) {
-            const uint4* p16 = reinterpret_cast<const uint4*>(data + i);
-#pragma unroll
-            for (int v = 0; v < RawChunk<T>::kVectors; ++v) raw.vectors[v] = __ldg(p16 + v);
-            return raw;
-        }
-        return load_slowly(i);
-    }
-    __device__ RawChunk<T> load_slowly(int64_t i) const {
-        RawChunk<T> raw;
-        constexpr uint32_t kMinusInf = sizeof(T) == 4 ? 0xff800000u : std::is_same_v<T, __half> ? 0xfc00u : 0xff80u;
-        if (i >= 0 && i + kChunk <= n && align == 4) {
-#pragma unroll
-            for (int w = 0; w < 4 * RawChunk<T>::kVectors; ++w) raw.words[w] = __ldg(reinterpret_cast<const uint32_t*>(data + i) + w);
-            return raw;
-        }
-#pragma unroll
-        for (int w = 0; w < 4 * RawChunk<T>::kVectors; ++w) raw.words[w] = 0;
-#pragma unroll
-        for (int j = 0; j < kChunk; ++j) {
-            const bool inside = i + j >= 0 && i + j < n;
-            if constexpr (sizeof(T) == 4) {
-                raw.words[j] = inside ? __ldg(reinterpret_cast<const uint32_t*>(data + i + j)) : kMinusInf;
-            } else {
-                const uint32_t bits = inside ? __ldg(reinterpret_cast<const uint16_t*>(data + i + j)) : kMinusInf;
-                raw.words[j >> 1] |= bits << (16 * (j & 1));
-            }
-        }
-        return raw;
-    }
-    __device__ __forceinline__ float raw_one(int64_t id) const { return to_float(data[id - offset]); }
-
-    __device__ __forceinline__ float penalised(float x, int64_t i, int extra) const {
-        return apply_penalties(x, counts[i] + extra, p.repetition, p.frequency, p.presence);
-    }
-    __device__ __forceinline__ int occurrences(int64_t id) const {
+    __device__ __forceinline__ float raw_one(int id) const { return to_float(base[id]); }
+    __device__ __forceinline__ int occurrences(int id) const {
         int c = 0;
         for (int a = 0; a < num_ancestors; ++a) c += ancestors[a] == id;
         return c;
     }
-    // Processors before the temperature; i = id - offset is inside the row.
-    __device__ __forceinline__ float processed(float x, int64_t id, bool maybe_ancestor) const {
-        const int64_t i = id - offset;
-        if (penalties) x = penalised(x, i, maybe_ancestor ? occurrences(id) : 0);
-        if (bias) x += bias[i];
+    // Processors before the temperature.
+    __device__ __forceinline__ float processed(float x, int id, bool maybe_ancestor) const {
+        if (penalties) {
+            const int count = counts[id] + (maybe_ancestor ? occurrences(id) : 0);
+            x = apply_penalties(x, count, p.repetition, p.frequency, p.presence);
+        }
+        if (bias) x += bias[id];
         if (bitmask && !(static_cast<uint32_t>(bitmask[id >> 5]) >> (id & 31) & 1u)) x = -kInf;
         return x;
     }
@@ -129,25 +112,74 @@ struct Row {
 
     // Exact key of one id with z >= cut that min-p keeps, or 0.
     template <bool kExtras>
-    __device__ Word key_of(int64_t id, float cut, float zmax) const {
-        if (id < offset || id >= offset + n) return 0;
+    __device__ __forceinline__ Word key_of(int id, float cut, float zmax) const {
+        if (id < begin || id >= end) return 0;
         float x = raw_one(id);
         if constexpr (kExtras) x = processed(x, id, true);
         const float z = scaled(x);
         if (!(z > -kInf) || z < cut) return 0;
-        if (p.min_p > 0.0f && !p.greedy() && !min_p_keeps(z, zmax, p.min_p)) return 0;
-        return make_key(p.greedy() ? z : z + gumbel_noise(static_cast<uint32_t>(id), t, p.seed_lo, p.seed_hi),
-                        static_cast<uint32_t>(id));
+        if (p.greedy()) return make_key(z, static_cast<uint32_t>(id));
+        if (p.min_p > 0.0f && !min_p_keeps(z, zmax, p.min_p)) return 0;
+        return make_key(z + gumbel_noise(static_cast<uint32_t>(id), t, p.seed_lo, p.seed_hi), static_cast<uint32_t>(id));
     }
 };
+
+template <class T>
+__device__ __forceinline__ RawChunk<T> load_whole(const T* from) {
+    RawChunk<T> raw;
+#pragma unroll
+    for (int v = 0; v < RawChunk<T>::kVectors; ++v) {
+        const uint4 four = __ldg(reinterpret_cast<const uint4*>(from) + v);
+        raw.words[4 * v] = four.x;
+        raw.words[4 * v + 1] = four.y;
+        raw.words[4 * v + 2] = four.z;
+        raw.words[4 * v + 3] = four.w;
+    }
+    return raw;
+}
+
+// 16 bytes of a row that is not aligned, or at its ends; ids outside the row read as -inf. Rare, so not inlined.
+template <class T>
+__device__ __attribute__((noinline)) uint4 load_partial(const T* base, int id, int begin, int end) {
+    constexpr uint32_t kMinusInf = sizeof(T) == 4 ? 0xff800000u : std::is_same_v<T, __half> ? 0xfc00u : 0xff80u;
+    using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+    uint32_t words[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        constexpr int kPer = 4 / sizeof(T);
+        words[w] = 0;
+#pragma unroll
+        for (int h = 0; h < kPer; ++h) {
+            const int i = id + w * kPer + h;
+            const uint32_t bits = i >= begin && i < end ? __ldg(reinterpret_cast<const Bits*>(base + i)) : kMinusInf;
+            words[w] |= bits << (16 * h);
+        }
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+template <class T>
+__device__ __forceinline__ RawChunk<T> load_chunk(const Row<T>& row, int chunk) {
+    if (chunk >= row.whole_first && chunk < row.whole_last) return load_whole(row.base + chunk * kChunk);
+    RawChunk<T> raw;
+#pragma unroll
+    for (int v = 0; v < RawChunk<T>::kVectors; ++v) {
+        const uint4 four = load_partial(row.base, chunk * kChunk + v * static_cast<int>(16 / sizeof(T)), row.begin, row.end);
+        raw.words[4 * v] = four.x;
+        raw.words[4 * v + 1] = four.y;
+        raw.words[4 * v + 2] = four.z;
+        raw.words[4 * v + 3] = four.w;
+    }
+    return raw;
+}
 
 // f(id of the first, z[8]) for every chunk of this thread; excluded entries are -inf. True if a NaN or +inf was met.
 template <bool kExtras, class T, class F>
 __device__ __forceinline__ bool visit(const Row<T>& row, Team team, const F& f) {
     bool bad = false;
-    for (int c = row.first + team.tid(); c < row.last; c += kTeamThreads) {
-        const RawChunk<T> raw = row.load(c);
-        const int64_t id = static_cast<int64_t>(c) * kChunk;
+    for (int c = row.first + team.tid(), last = row.last; c < last; c += kTeamThreads) {
+        const RawChunk<T> raw = load_chunk(row, c);
+        const int id = c * kChunk;
         bool ancestor = false;
         if constexpr (kExtras) {
             if (row.penalties) ancestor = team.s->ancestor_bits[c % kAncestorBits / 32] >> (c % 32) & 1;
@@ -157,7 +189,7 @@ __device__ __forceinline__ bool visit(const Row<T>& row, Team team, const F& f) 
         for (int j = 0; j < kChunk; ++j) {
             float x = raw.get(j);
             if constexpr (kExtras) {
-                if (id + j >= row.offset && id + j < row.offset + row.n) x = row.processed(x, id + j, ancestor);
+                if (id + j >= row.begin && id + j < row.end) x = row.processed(x, id + j, ancestor);
             }
             bad = bad || is_bad(x);
             z[j] = row.scaled(x);
@@ -165,6 +197,31 @@ __device__ __forceinline__ bool visit(const Row<T>& row, Team team, const F& f) 
         f(id, z);
     }
     return bad;
+}
+
+// f(id, z) for every entry of this thread with z >= low, low a finite z. Plain rows divide only what comes near.
+template <bool kExtras, class T, class F>
+__device__ __forceinline__ void visit_from(const Row<T>& row, Team team, float low, const F& f) {
+    if (!kExtras && row.plain) {
+        const float near = below(low), inverse = row.inverse;
+        for (int c = row.first + team.tid(), last = row.last; c < last; c += kTeamThreads) {
+            const RawChunk<T> raw = load_chunk(row, c);
+#pragma unroll
+            for (int j = 0; j < kChunk; ++j) {
+                const float x = raw.get(j);
+                if (!(x * inverse >= near)) continue;
+                const float z = row.scaled(x);
+                if (z >= low) f(c * kChunk + j, z);
+            }
+        }
+        return;
+    }
+    visit<kExtras>(row, team, [&](int id, const float (&z)[kChunk]) {
+#pragma unroll
+        for (int j = 0; j < kChunk; ++j) {
+            if (z[j] >= low) f(id + j, z[j]);
+        }
+    });
 }
 
 // Marks the chunks of the row's ancestors. Every thread of the block calls it before the row is visited.
@@ -181,46 +238,50 @@ __device__ __forceinline__ void mark_ancestors(const Row<T>& row, Team team) {
     __syncthreads();
 }
 
-// Largest bound of this thread's entries: z (greedy) or z + noise_bound. Unfiltered rows without extras whose temperature
-// is no extreme; z is inexact by 2^-22 of itself. *bad: NaN or +inf seen, the result is then void.
+// Largest bound of this thread's entries: z (greedy) or z + noise_bound. Plain rows, whole chunks, no cut; z is inexact by 2^-22 of itself. NaN: a NaN or +inf was met. Not inlined: the loop needs the registers.
 template <bool kGreedy, class T>
-__device__ __forceinline__ float scan_fast(const Row<T>& row, Team team, bool* bad) {
+__device__ __attribute__((noinline)) float scan_fast(const Row<T>& row, Team team) {
     constexpr int kBatch = sizeof(T) == 4 ? 1 : 2;  // chunks in flight
     float best = -kInf;
-    for (int c0 = row.first + team.tid(); c0 < row.last; c0 += kBatch * kTeamThreads) {
+    bool any_bad = false;
+    const T* base = row.base;
+    const float inverse = row.inverse;
+    const uint32_t t = row.t, seed_lo = row.p.seed_lo, seed_hi = row.p.seed_hi;
+    const int last = row.last;
+    for (int c0 = row.first + team.tid(); c0 < last; c0 += kBatch * kTeamThreads) {
         RawChunk<T> raw[kBatch];
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
-            if (c0 + k * kTeamThreads < row.last) raw[k] = row.load(c0 + k * kTeamThreads);
+            if (c0 + k * kTeamThreads < last) raw[k] = load_whole(base + (c0 + k * kTeamThreads) * kChunk);
         }
 #pragma unroll
         for (int k = 0; k < kBatch; ++k) {
             const int c = c0 + k * kTeamThreads;
-            if (c >= row.last) break;
+            if (c >= last) break;
             Philox4 r[2];
             if constexpr (!kGreedy) {
-                const uint32_t group = 2 * static_cast<uint32_t>(c);
-                r[0] = philox4x32(group, row.t, kStreamTarget, 0, row.p.seed_lo, row.p.seed_hi);
-                r[1] = philox4x32(group + 1, row.t, kStreamTarget, 0, row.p.seed_lo, row.p.seed_hi);
+                const uint32_t group = 2 * static_cast<uint32_t>(c), lo = opaque(seed_lo), hi = opaque(seed_hi);
+                r[0] = philox4x32(group, t, kStreamTarget, 0, lo, hi);
+                r[1] = philox4x32(group + 1, t, kStreamTarget, 0, lo, hi);
             }
 #pragma unroll
             for (int j = 0; j < kChunk; ++j) {
                 const float x = raw[k].get(j);
-                *bad = *bad || is_bad(x);
-                const float bound = kGreedy ? x : fma_exact(x, row.inverse, noise_bound(r[j >> 2].v[j & 3]));
-                best = bound > best ? bound : best;
+                any_bad = any_bad || is_bad(x);
+                const float bound = kGreedy ? x : fma_exact(x, inverse, noise_bound(r[j >> 2].v[j & 3]));
+                best = fmaxf(best, bound);  // a NaN is dropped
             }
         }
     }
-    return best;
+    return any_bad ? bits_to_float(0x7fc00000u) : best;
 }
 
 // The same with everything exact: extras, any temperature, entries below the cut and bad ones left out.
 template <bool kExtras, class T>
-__device__ __forceinline__ float scan_exact(const Row<T>& row, Team team, float cut, bool* bad) {
+__device__ __attribute__((noinline)) float scan_exact(const Row<T>& row, Team team, float cut, bool* bad) {
     float best = -kInf;
     const bool greedy = row.p.greedy();
-    *bad = visit<kExtras>(row, team, [&](int64_t id, const float (&z)[kChunk]) {
+    *bad = visit<kExtras>(row, team, [&](int id, const float (&z)[kChunk]) {
         float high = z[0];
 #pragma unroll
         for (int j = 1; j < kChunk; ++j) high = z[j] > high ? z[j] : high;
@@ -255,7 +316,7 @@ __device__ __attribute__((noinline)) Word settle(const Row<T>& row, Team team, B
             // lanes 8k..8k+7 take the 8 entries of every fourth chunk of that thread
             for (int c0 = row.first + team.warp() * 32 + source; c0 < row.last; c0 += 4 * kTeamThreads) {
                 const int c = c0 + (team.lane() >> 3) * kTeamThreads;
-                const Word key = c < row.last ? row.template key_of<kExtras>(static_cast<int64_t>(c) * kChunk + (team.lane() & 7), cut, zmax) : 0;
+                const Word key = c < row.last ? row.template key_of<kExtras>(c * kChunk + (team.lane() & 7), cut, zmax) : 0;
                 best = key > best ? key : best;
             }
         }
@@ -268,13 +329,13 @@ __device__ __attribute__((noinline)) Word settle(const Row<T>& row, Team team, B
 template <bool kExtras, class T>
 __device__ __attribute__((noinline)) Word best_of_slice(const Row<T>& row, Team team, float cut, float zmax) {
     const bool greedy = row.p.greedy();
-    const bool plain = !kExtras && cut == -kInf && (greedy || (row.p.temperature > 1e-30f && row.p.temperature < 1e30f));
+    const bool plain = !kExtras && row.plain && cut == -kInf && row.all_whole();
     float bound = -kInf;
     bool bad = false;
     Team::TopBits top{0, 1};
     if (plain) {
-        if (greedy) bound = scan_fast<true>(row, team, &bad);
-        else bound = scan_fast<false>(row, team, &bad);
+        bound = greedy ? scan_fast<true>(row, team) : scan_fast<false>(row, team);
+        bad = is_bad(bound) && !(bound > kFloatMax);  // NaN; a bound may be infinite
         top = team.block_top(kSlotFast, ordered_bits(bound + 0.0f), bad);
     }
     if (top.bits) {  // not plain, or a bad entry
@@ -302,7 +363,7 @@ template <class T>
 __device__ __forceinline__ uint32_t raw_max_of_slice(const Row<T>& row, Team team) {
     uint32_t best = 0;
     for (int c = row.first + team.tid(); c < row.last; c += kTeamThreads) {
-        const RawChunk<T> raw = row.load(c);
+        const RawChunk<T> raw = load_chunk(row, c);
 #pragma unroll
         for (int j = 0; j < kChunk; ++j) {
             const float x = raw.get(j);
@@ -316,7 +377,7 @@ template <class T>
 __device__ __forceinline__ Word raw_mass_of_slice(const Row<T>& row, Team team, float max) {
     Word total = 0;
     for (int c = row.first + team.tid(); c < row.last; c += kTeamThreads) {
-        const RawChunk<T> raw = row.load(c);
+        const RawChunk<T> raw = load_chunk(row, c);
 #pragma unroll
         for (int j = 0; j < kChunk; ++j) {
             const float x = raw.get(j);

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kTeamThreads) head_walk_kernel(const __grid_co
         if (team.rank() == 0) write_inactive(team, task.out, b);
         return;
     }
-    if (team.tid() == 0) team.s->params = task.in.params(b);
+    if (team.tid() == 0) init_rows<kExtras, float>(task, b, team);
     const bool in_order = ranges_in_order(a);  // has a barrier
     const bool from_logits = wants_logits(a, in_order, team.s->params);
     if (!from_logits && team.rank() > 0) return;
@@ -30,12 +30,13 @@ __global__ void __launch_bounds__(kTeamThreads) head_walk_kernel(const __grid_co
         }
     }
     const WalkTree tree = open_tree(team, task.in, task.tokens, b);  // has a barrier
+    copy_row(team);
     walk_tree(team, tree, team.s->params.flags, task.out, task.stops, b, [&](int32_t node, int32_t depth, const int64_t*) {
         if (!from_logits) return chosen_of(team.s->node_keys[node]);
         if constexpr (kExtras) __syncthreads();  // the leader has written the token above
-        const Row<float>& row = open_row<kExtras, float>(task, b, tree.begin + node, depth, depth & 1, team.rank(), team.size, team);
+        const Row<float>& row = open_row<kExtras, float>(task, tree.begin + node, depth, depth & 1, team);
         Chosen c = chosen_of(team_choice<kExtras>(row, team));
-        if (c.has_token && task.out.logprobs) c.logprob = raw_logprob(row, team, c.token);
+        if (c.has_token && task.out.logprobs) c.logprob = raw_logprob(row, team, static_cast<int>(c.token));
         return c;
     });
     if (from_logits) team.barrier();  // no block leaves while another may read its shared memory

@@ -38,6 +38,7 @@ struct TeamScratch {
     uint32_t list_count[2], kept_count, last_team;
     uint32_t ancestor_bits[kAncestorBits / 32];
     RowParams params;
+    uint32_t position;  // of the root's token
     int32_t parent[kMaxNodes], token[kMaxNodes], path[kMaxNodes];
     int64_t emitted[kMaxNodes];
     float logprob[kMaxNodes];
@@ -132,11 +133,17 @@ struct Team {
     // Sums of every block's digits[set] into s->sums; the caller has filled digits[set] and not yet passed a barrier.
     __device__ __forceinline__ void team_digits(int set) const {
         barrier();
-        for (int d = tid(); d < kDigits; d += kTeamThreads) {
-            Word total = 0;
-            for (int r = 0; r < size; ++r) total += *cluster_map(&s->digits[set][d], r);
-            s->sums[d] = total;
+        static_assert(kTeamThreads == 2 * kDigits);
+        const int d = tid() % kDigits, half = tid() / kDigits;
+        Word total = 0;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const int r = 2 * k + half;
+            if (r < size) total += *cluster_map(&s->digits[set][d], r);
         }
+        if (half) s->sums[d] = total;
+        __syncthreads();
+        if (!half) s->sums[d] += total;
         __syncthreads();
     }
 

@@ -22,26 +22,42 @@ struct VerifyTask {
     VerifyShape shape;
 };
 
-// The row in shared memory, its slice `lane` of `lanes` chosen; every thread of the block calls it, with turns alternating.
+// Asks for a block's slice of a row, so that it is on its way from memory while something else is done.
+template <class T>
+__device__ __forceinline__ void prefetch_slice(const VerifyTask& a, int64_t row, int lane, int lanes) {
+    const int vocab = static_cast<int>(a.in.vocab), per = ((vocab + kChunk - 1) / kChunk + lanes - 1) / lanes * kChunk;
+    const T* data = static_cast<const T*>(a.logits) + row * a.stride;
+    constexpr int kLine = 128 / sizeof(T);
+    const int end = per * (lane + 1) < vocab ? per * (lane + 1) : vocab;
+    for (int i = per * lane + static_cast<int>(threadIdx.x) * kLine; i < end; i += kTeamThreads * kLine) prefetch_l2(data + i);
+}
+
+// What all rows of a request have in common; one thread. After a barrier, copy_row() by all.
 template <bool kExtras, class T>
-__device__ const Row<T>& open_row(
-    const VerifyTask& a, int64_t b, int64_t row, int depth, int turn, int lane, int lanes, Team team) {
+__device__ __forceinline__ void init_rows(const VerifyTask& a, int64_t b, Team team) {
     static_assert(sizeof(Row<T>) <= sizeof(team.s->rows[0]));
+    Row<T>& r = *reinterpret_cast<Row<T>*>(team.s->rows[0]);
+    const int vocab = static_cast<int>(a.in.vocab);
+    r.init(a.in.params(b), 0, vocab, kExtras && a.bias ? a.bias + b * vocab : nullptr,
+           kExtras && a.out.counts ? a.out.counts + b * vocab : nullptr, kExtras && a.in.penalties, team.s->emitted, kExtras);
+    r.set_slice(team.rank(), team.size);
+    team.s->params = r.p;
+    team.s->position = static_cast<uint32_t>(a.in.prefix_len[b]) + 1;
+}
+__device__ __forceinline__ void copy_row(Team team) {
+    constexpr int kWords = sizeof(team.s->rows[0]) / 4;
+    if (team.tid() < kWords) {
+        reinterpret_cast<uint32_t*>(team.s->rows[1])[team.tid()] = reinterpret_cast<const uint32_t*>(team.s->rows[0])[team.tid()];
+    }
+}
+
+// The next row; every thread of the block calls it, with turns alternating.
+template <bool kExtras, class T>
+__device__ __forceinline__ const Row<T>& open_row(const VerifyTask& a, int64_t row, int depth, int turn, Team team) {
     Row<T>& r = *reinterpret_cast<Row<T>*>(team.s->rows[turn]);
-    if (team.tid() == 0) {
-        r.data = static_cast<const T*>(a.logits) + row * a.stride;
-        r.n = a.in.vocab;
-        r.offset = 0;
-        r.bias = kExtras && a.bias ? a.bias + b * a.in.vocab : nullptr;
-        r.bitmask = kExtras && a.bitmask ? a.bitmask + row * ((a.in.vocab + 31) / 32) : nullptr;
-        r.counts = kExtras && a.out.counts ? a.out.counts + b * a.in.vocab : nullptr;
-        r.ancestors = team.s->emitted;
-        r.num_ancestors = depth;
-        r.penalties = kExtras && a.in.penalties != nullptr;
-        r.p = team.s->params;
-        r.t = static_cast<uint32_t>(a.in.prefix_len[b]) + depth + 1;
-        r.turn = turn;
-        r.set_slice(lane, lanes);
+    if (team.leader()) {
+        r.open(static_cast<const T*>(a.logits) + row * a.stride,
+               kExtras && a.bitmask ? a.bitmask + row * ((a.in.vocab + 31) / 32) : nullptr, team.s->position + depth, depth, turn);
     }
     __syncthreads();
     if constexpr (kExtras) mark_ancestors(r, team);

@@ -19,24 +19,31 @@ __device__ bool take_all_rows(const VerifyTask& a, int64_t b, const WalkTree& tr
     const int lanes = a.shape.lanes(), rank = team.rank();
     int turn = 0;
     for (int item = index; item < tree.n * a.shape.slices; item += a.shape.teams, turn ^= 1) {
-        const int node = item / a.shape.slices, slice = item % a.shape.slices;
+        int node = item, lane = rank;
+        if (a.shape.slices > 1) {  // single blocks share a row
+            node = item / a.shape.slices;
+            lane = item % a.shape.slices;
+            if (team.leader()) reinterpret_cast<Row<T>*>(team.s->rows[turn])->set_slice(lane, lanes);
+        }
+        if (a.shape.slices == 1 && item + a.shape.teams < tree.n) {
+            prefetch_slice<T>(a, tree.begin + item + a.shape.teams, rank, lanes);
+        }
         if constexpr (kExtras) __syncthreads();  // the row before has read the ancestors
         const int depth = node_depth<kExtras>(team, node);
         const int64_t at = tree.begin + node;
-        // of rank and slice one is 0
-        const Row<T>& row = open_row<kExtras, T>(a, b, at, depth, turn, rank + slice, lanes, team);
+        const Row<T>& row = open_row<kExtras, T>(a, at, depth, turn, team);
         Word key;
         if (whole) {
             key = team_choice<kExtras>(row, team);
             if (a.out.logprobs && key_has_token(key)) {
-                const float logprob = raw_logprob(row, team, key_id(key));
+                const float logprob = raw_logprob(row, team, static_cast<int>(key_id(key)));
                 if (rank == 0 && team.leader()) a.row_logprobs[at] = logprob;
             }
             if (rank > 0) key = 0;
         } else {
             key = best_of_slice<kExtras>(row, team, -kInf, 0.0f);
         }
-        if (team.leader()) a.row_keys[at * lanes + rank + slice] = key;
+        if (team.leader()) a.row_keys[at * lanes + lane] = key;
     }
     if (team.leader()) __threadfence();
     team.barrier();
@@ -52,17 +59,17 @@ __device__ bool take_all_rows(const VerifyTask& a, int64_t b, const WalkTree& tr
         return false;
     }
     // one key per node: the best of its lanes, status bits of all
-    const int half = team.tid() / kMaxLanes, lane = team.tid() % kMaxLanes;
+    const int half = team.tid() / kMaxLanes, k = team.tid() % kMaxLanes;
     for (int node0 = 0; node0 < tree.n; node0 += kTeamThreads / kMaxLanes) {
         const int node = node0 + half;
-        Word key = node < tree.n && lane < lanes ? __ldcg(a.row_keys + (tree.begin + node) * lanes + lane) : 0;
+        Word key = node < tree.n && k < lanes ? __ldcg(a.row_keys + (tree.begin + node) * lanes + k) : 0;
 #pragma unroll
         for (int d = kMaxLanes / 2; d > 0; d >>= 1) {
             const Word other = __shfl_xor_sync(kFullWarp, key, d);
-            const Word status = (key | other) & kKeyStatus, k = key & ~kKeyStatus, o = other & ~kKeyStatus;
-            key = (k > o ? k : o) | status;
+            const Word status = (key | other) & kKeyStatus, mine = key & ~kKeyStatus, theirs = other & ~kKeyStatus;
+            key = (mine > theirs ? mine : theirs) | status;
         }
-        if (lane == 0 && node < tree.n) team.s->node_keys[node] = key;
+        if (k == 0 && node < tree.n) team.s->node_keys[node] = key;
     }
     __syncthreads();
     return true;
@@ -74,13 +81,17 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) verify_tree_kernel
     Team team{reinterpret_cast<TeamScratch*>(dynamic_shared()), a.shape.cluster};
     const int64_t b = blockIdx.x / (a.shape.cluster * a.shape.teams);
     const int index = static_cast<int>(blockIdx.x) / a.shape.cluster % a.shape.teams;
+    const bool active = a.in.active[b] != 0;
+    const NodeRange range = node_range(a.in.cu_nodes, b, a.in.rows);
     if (team.tid() == 0) team.s->list_count[0] = team.s->list_count[1] = 0;
-    if (!a.in.active[b]) {
+    if (!active) {
         if (index == 0 && team.rank() == 0) write_inactive(team, a.out, b);
         return;
     }
-    if (team.tid() == 0) team.s->params = a.in.params(b);
+    if (a.shape.slices == 1 && index < range.n) prefetch_slice<T>(a, range.begin + index, team.rank(), team.size);
+    if (team.tid() == kTeamThreads - 1) init_rows<kExtras, T>(a, b, team);
     const WalkTree tree = open_tree(team, a.in, a.tokens, b);  // has a barrier
+    copy_row(team);
     bool known = false;
     if (a.shape.teams > 1) {
         // keys lie by row, so requests that overlap (cu_nodes out of order) do without; so do rows that need a whole team
@@ -102,10 +113,12 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) verify_tree_kernel
             if (c.has_token && a.out.logprobs) c.logprob = __ldcg(a.row_logprobs + at);
             return c;
         }
+        const int32_t child = team.first(node + 1, tree.n, [&](int32_t j) { return team.parent(j) == node; });
+        if (child >= 0) prefetch_slice<T>(a, tree.begin + child, team.rank(), team.size);  // the likeliest comes first
         if constexpr (kExtras) __syncthreads();  // the leader has written the token above
-        const Row<T>& row = open_row<kExtras, T>(a, b, at, depth, depth & 1, team.rank(), team.size, team);
+        const Row<T>& row = open_row<kExtras, T>(a, at, depth, depth & 1, team);
         Chosen c = chosen_of(team_choice<kExtras>(row, team));
-        if (c.has_token && a.out.logprobs) c.logprob = raw_logprob(row, team, c.token);
+        if (c.has_token && a.out.logprobs) c.logprob = raw_logprob(row, team, static_cast<int>(c.token));
         return c;
     });
     team.barrier();  // no block leaves while another may read its shared memory

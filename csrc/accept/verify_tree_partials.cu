@@ -63,7 +63,7 @@ __device__ void write_words(const PartialsTask& a, const Row<T>& row, Team team,
             mass = team.team_sum(0, kTeamRawMass, team.block_sum(kSlotSum, mass));
             if (writer) {
                 out[1] = static_cast<int64_t>(mass);
-                out[2] = key ? float_to_bits(row.raw_one(key_id(key))) : 0;
+                out[2] = key ? float_to_bits(row.raw_one(static_cast<int>(key_id(key)))) : 0;
             }
         }
     } else {
@@ -94,20 +94,14 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) partials_kernel(co
     const int depth = node_depth<kExtras>(team, static_cast<int32_t>(node));
     Row<T>& row = *reinterpret_cast<Row<T>*>(team.s->rows[0]);
     if (team.leader()) {
-        row.data = static_cast<const T*>(a.logits) + at * a.stride;
-        row.n = a.shard;
-        row.offset = a.offset;
-        row.bias = kExtras && a.bias ? a.bias + b * a.shard : nullptr;
-        row.bitmask = kExtras && a.bitmask ? a.bitmask + at * ((a.in.vocab + 31) / 32) : nullptr;
-        row.counts = kExtras && a.counts ? a.counts + b * a.shard : nullptr;
-        row.ancestors = team.s->emitted;
-        row.num_ancestors = depth;
-        row.penalties = kExtras && a.in.penalties != nullptr;
-        row.p = a.in.params(b);
-        if (a.num_rounds != kFilterRounds) row.p.min_p = 0.0f;
-        row.t = static_cast<uint32_t>(a.in.prefix_len[b]) + depth + 1;
-        row.turn = 0;
+        RowParams p = a.in.params(b);
+        if (a.num_rounds != kFilterRounds) p.min_p = 0.0f;
+        row.init(p, static_cast<int>(a.offset), static_cast<int>(a.shard), kExtras && a.bias ? a.bias + b * a.shard : nullptr,
+                 kExtras && a.counts ? a.counts + b * a.shard : nullptr, kExtras && a.in.penalties, team.s->emitted, kExtras);
         row.set_slice(team.rank(), team.size);
+        row.open(static_cast<const T*>(a.logits) + at * a.stride,
+                 kExtras && a.bitmask ? a.bitmask + at * ((a.in.vocab + 31) / 32) : nullptr,
+                 static_cast<uint32_t>(a.in.prefix_len[b]) + depth + 1, depth, 0);
     }
     __syncthreads();
     if constexpr (kExtras) mark_ancestors(row, team);

@@ -58,6 +58,7 @@ int map(const std::string& name, const char* in, const char* out) {
         if (name == "log") y.push_back(log_exact(bits_to_float(u)));
         if (name == "exp2") y.push_back(exp2_exact(bits_to_float(u)));
         if (name == "gumbel") y.push_back(gumbel_from_bits(u));
+        if (name == "bound") y.push_back(noise_bound(u));
         if (name == "order") y.push_back(from_ordered_int(ordered_int(bits_to_float(u))) == bits_to_float(u) &&
                                          from_ordered_bits(ordered_bits(bits_to_float(u))) == bits_to_float(u));
         if (name == "mass") wide.push_back(mass_of(bits_to_float(u), 0.0f));

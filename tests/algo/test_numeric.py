@@ -141,6 +141,16 @@ def test_gumbel(apply):
     assert y[0] == pytest.approx(33 * np.log(2), rel=1e-7) and y[-1] == pytest.approx(-np.log(33 * np.log(2)), rel=1e-6)
 
 
+def test_noise_bound(apply):
+    """Never below the noise by more than its slack (the GPU rows skip entries by it), and close to it where the noise is large."""
+    rng = np.random.default_rng(4)
+    powers = [np.clip(2**k + np.arange(-300, 300), 0, 2**32 - 1) for k in range(33)]
+    r = np.unique(np.concatenate([rng.integers(0, 2**32, 600_000), np.arange(200_000), *powers])).astype(np.uint32)
+    gap = apply("bound", r).astype(np.float64) - apply("gumbel", r).astype(np.float64)
+    assert gap.min() > -5e-4  # kBoundSlack is 1e-3
+    assert gap[(r > 64) & (r < 2**25)].max() < 0.07
+
+
 PINNED = {  # a seed means a text for good: these bits must never change (docs/decisions.md)
     "gumbel": [0, 1, 330, 0x3fffffff, 0x49ffffff, 0x4a000000, 0x4cccccdb, 0x80000000, 0xa1d2f1a9, 0xfffffffe, 0xffffffff],
     "log": [0x00800000, 0x3f3504f2, 0x3f3504f3, 0x3f7fffff, 0x3f800001, 0x402df854, 0x7f7fffff],

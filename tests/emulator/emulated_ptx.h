@@ -89,6 +89,7 @@ inline uint32_t atomic_add_acq_rel(uint32_t* p, uint32_t v) {
     *p = old + v;
     return old;
 }
+inline void wait_for_previous_launch() {}
 inline void prefetch_l2(const void*) {}
 inline uint4 load_streaming_16(const void* p) {
     uint4 v;
@@ -104,6 +105,7 @@ inline uint64_t global_timer() {
 }
 inline void spin_pause() { emu::spin(); }
 
+inline uint32_t opaque(uint32_t x) { return x; }
 inline void cluster_barrier() { emu::cluster_barrier(); }
 inline uint32_t cluster_rank() { return emu::block_idx.x % emu::cluster_blocks; }
 template <class T>
