@@ -30,7 +30,7 @@ from fastverify.cli.output import Output
 
 MIN_CALLS = 50         # calls of one replay: the graph's own launch is then under 0.2 us a call
 MAX_SETS = 1024        # buffer sets of a cold run; very small ops stay partly warm, and their rows say so
-BUDGET_S = 0.5         # device time of one measurement: long calls get fewer samples, at least MIN_SAMPLES
+BUDGET_S = 0.3         # device time of one measurement: long calls get fewer samples, at least MIN_SAMPLES
 MIN_SAMPLES = 7
 COLD_L2S = 3           # bytes that pass between two uses of a buffer, in sizes of the L2
 COLUMNS = ("op", "provider", "shape", "dtype", "median_us", "p20_us", "p80_us", "floor_us", "empty_us", "bytes", "copy_gb_s",
@@ -251,6 +251,12 @@ class Bench:
 
     def wanted(self, provider: str) -> bool:
         return not self.args.only or provider in self.args.only.split(",")
+
+    def triton(self) -> Optional[Callable]:
+        """The op's Triton version, with the schema's positional arguments; None without a GPU or without triton."""
+        from fastverify import _triton
+        here = self.device.type == "cuda" and _triton.installed() and _triton.exists(self.op)
+        return _triton.function(self.op) if here else None
 
     def measure(self, provider: str, shape: dict, dtype: str, calls: Sequence[Callable], nbytes: int,
                 check: Optional[Callable[[], Any]] = None, before: Optional[Callable] = None, graph: bool = True,

@@ -13,6 +13,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from gpu_tables import gpu_part  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "plan_and_trace.md")
 
@@ -120,7 +123,8 @@ def generated(text: str) -> str:
     for name, make in PARTS.items():
         text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda m: m[1] + (make() + "\n" if make() else "") + m[2],
                       text, flags=re.S)
-    return text
+    return re.sub(r"(<!-- gpu: ([\w.]+) -->\n).*?(<!-- /gpu -->)",
+                  lambda m: m[1] + ((part + "\n") if (part := gpu_part(RESULTS, m[2])) else "") + m[3], text, flags=re.S)
 
 
 def main() -> int:

@@ -38,8 +38,11 @@ def that(condition: bool, op: str, text: str) -> None:
 def tensor(op: str, name: str, t: torch.Tensor, dtypes: Sequence[str], shape: Sequence, like: torch.Tensor,
            rows_free: bool = False) -> None:
     """dtype, shape (None: any), the device of `like`, contiguous; `rows_free`: only the last dimension must be dense."""
-    shape_ok = t.dim() == len(shape) and all(want is None or want == have for want, have in zip(shape, t.shape))
-    dtype_ok = dtype_name(t.dtype) in dtypes
+    have = tuple(t.shape)
+    shape_ok = have == shape or (len(have) == len(shape) and all(w is None or w == h for w, h in zip(shape, have)))
+    dtype_ok = _NAMES.get(t.dtype, "another dtype") in dtypes
+    if shape_ok and dtype_ok and t.device == like.device and t.is_contiguous():
+        return
     if not (shape_ok and dtype_ok and t.device == like.device):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         fix = "pass that shape" if not shape_ok else "cast with .to(dtype)" if not dtype_ok else "move it with .to(device)"

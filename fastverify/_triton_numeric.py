@@ -138,12 +138,12 @@ def philox(c0, t, key_lo, key_hi):
     k0 = key_lo
     k1 = key_hi
     for _ in tl.static_range(7):
-        a = c0
-        b = c2
-        c0 = tl.umulhi(b, tl.full(b.shape, 0xCD9E8D57, tl.uint32)) ^ c1 ^ k0
-        c2 = tl.umulhi(a, tl.full(a.shape, 0xD2511F53, tl.uint32)) ^ c3 ^ k1
-        c1 = b * tl.full(b.shape, 0xCD9E8D57, tl.uint32)
-        c3 = a * tl.full(a.shape, 0xD2511F53, tl.uint32)
+        a = c0.to(tl.uint64) * 0xD2511F53
+        b = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = b.to(tl.uint32)
+        c3 = a.to(tl.uint32)
         k0 = (k0.to(tl.int64) + 0x9E3779B9).to(tl.uint32)
         k1 = (k1.to(tl.int64) + 0xBB67AE85).to(tl.uint32)
     return c0, c1, c2, c3
@@ -163,9 +163,13 @@ def gumbel(r):
 
 
 @triton.jit
-def gumbel_bound(r):
-    """At least gumbel(r), at a fifth of the cost: -log x <= ln2 * (151 - bits(r >> 8) / 2^23), log2 being concave."""
-    return 104.668 - float_bits((r >> 8).to(tl.float32)).to(tl.float32) * 8.262958294867817e-08
+def may_exceed(r, gap):
+    """False only if gumbel(r) <= gap, |gap| < 10^4 or so; a fifth of the cost of gumbel.
+
+    -log x <= ln2 * (151 - bits(r >> 8) / 2^23), log2 being concave; 0.002 covers rounding.
+    """
+    bits = float_bits((r >> 8).to(tl.float32)).to(tl.float32)
+    return bits < tl.fma(gap, -12102203.1615614, 104.667 * 12102203.1615614)
 
 
 @triton.jit

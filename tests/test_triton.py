@@ -96,6 +96,18 @@ def test_triton_takes_over_on_a_gpu_that_the_build_has_no_code_for(monkeypatch, 
     assert asked == ([["probe"]] if taken else [])
 
 
+@needs_triton
+@pytest.mark.parametrize("rows", [1, 16, 64, 513, 4096])
+@pytest.mark.parametrize("vocab", [1, 37, 1025, 32000, 128256, 1 << 20])
+@pytest.mark.parametrize("sms", [108, 128, 132, 148, 188])  # sm_80, 89, 90, 100, 120
+def test_splits_of_verify_tree_cover_every_entry_once(rows, vocab, sms):
+    from fastverify.accept import verify_tree_triton as module
+    tile, splits, span = module.launch_shape(rows, vocab, sms)
+    assert span % tile == 0 and tile % module.GROUP == 0 and 1 <= splits <= module.MAX_SPLITS
+    assert (splits - 1) * span < vocab <= splits * span
+    assert splits == 1 or rows * splits <= 2 * sms
+
+
 # ---- cases --------------------------------------------------------------------------------------------------------
 
 def draft_topk_case(rng, rows=4, n=300, k=5, dtype=torch.float32):
@@ -260,3 +272,26 @@ def test_overlapping_requests_are_refused(rng):
     case["parents"][:6] = torch.tensor([-1, 0, 0, -1, 0, 0], dtype=I32)
     flags = run_op("triton", "verify_tree", **case)["flags"]
     assert (flags & 4).tolist() == [4, 4, 4]
+
+
+OPCHECK = """
+import sys
+sys.path.insert(0, {folder!r})
+import torch, test_triton
+from conftest import positional
+from fastverify import _ops
+case = next(make for (op, _), make in test_triton.CASES.items() if op == {op!r})(torch.Generator().manual_seed(0))
+args = tuple(a.cuda() if isinstance(a, torch.Tensor) else a for a in positional({op!r}, **case))
+torch.library.opcheck(_ops.get({op!r}), args)
+print({op!r} in _ops._TRITON)
+"""
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("op", sorted({op for op, _ in CASES}))
+def test_registered_kernels_pass_opcheck(op):
+    code = OPCHECK.format(folder=os.path.dirname(__file__), op=op)
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "FASTVERIFY_BACKEND": "triton"}, capture_output=True,
+                          text=True)
+    assert done.returncode == 0 and done.stdout.split() == ["True"], done.stderr[-2000:]

@@ -65,7 +65,7 @@ def measure(bench: Bench, head: tuple, nodes: int, law: str, weights: list) -> N
     modules, (h, v), nbytes = sys.modules, head, 2 * head[0] * head[1]
     axes, cuda = dict(N=nodes, H=h, V=v, law=law), bench.device.type == "cuda"
     steps = [Step(w, nodes, law) for w in weights]
-    make = modules["fastverify.accept.lm_head_verify_tree"].head_workspace
+    make = modules["fastverify.accept.lm_head_verify_tree"].lm_head_verify_tree_workspace
     space = make(nodes, v, bench.device) if cuda else None
     op = _ops.get("lm_head_verify_tree")
     if _ops.has_kernel("lm_head_verify_tree", bench.device.type):

@@ -28,7 +28,7 @@ REAL_SHAPES = ((1, 16, 49152), (1, 64, 49152), (8, 32, 49152), (32, 16, 49152))
 
 def kernels(device: torch.device) -> dict:
     """{provider: the op as a callable on its positional arguments, or the reason why it is absent}."""
-    have = _ops.get("verify_tree") if _ops.has_kernel("verify_tree", device.type) else f"no {device.type} kernel in this build"
+    have = _ops.get("verify_tree") if _ops.has_native_kernel("verify_tree", device.type) else f"no {device.type} kernel in this build"
     found = {device.type: have}
     if device.type == "cuda":
         try:
@@ -42,7 +42,7 @@ def kernels(device: torch.device) -> dict:
 def workspace_maker(device: torch.device):
     """(rows, batch) -> the op's workspace on this device, None where the build wants none."""
     make = getattr(importlib.import_module("fastverify.accept.verify_tree"), "verify_tree_workspace", None)
-    return lambda rows, batch: make(rows, batch, device) if make and device.type == "cuda" else None
+    return lambda rows, batch: make(batch, rows, device) if make and device.type == "cuda" else None
 
 
 def logit_sets(count: int, rows: int, vocab: int, device: torch.device, real) -> list:
@@ -54,19 +54,23 @@ def logit_sets(count: int, rows: int, vocab: int, device: torch.device, real) ->
     return [real[pick()].contiguous() for _ in range(count)]
 
 
-def measure_shape(bench: Bench, shape: tuple, law: str, found: dict, sgl, real, max_bytes: int) -> None:
+def measure_shape(bench: Bench, shape: tuple, laws: list, found: dict, sgl, real, max_bytes: int) -> None:
     batch, nodes, vocab = shape
-    row_bytes, axes = 2 * vocab, dict(B=batch, N=nodes, V=vocab, law=law, logits="random" if real is None else "SmolLM2")
-    make_workspace = workspace_maker(bench.device)
-    count = min(bench.sets(batch * row_bytes), max(2, max_bytes // (batch * nodes * row_bytes)))
-    usable = [f for f in found.values() if callable(f)]
-    reference = usable[0] if usable else None
-    for provider, f in found.items():
-        if not callable(f):
-            bench.absent(provider, axes, "bfloat16", f)
-    if reference is None:
-        return
-    grove = Grove(reference, logit_sets(count, batch * nodes, vocab, bench.device, real), batch, nodes, law, make_workspace)
+    count = min(bench.sets(2 * batch * vocab), max(2, max_bytes // (2 * batch * nodes * vocab)))
+    sets = logit_sets(count, batch * nodes, vocab, bench.device, real)
+    for law in laws:
+        axes = dict(B=batch, N=nodes, V=vocab, law=law, logits="random" if real is None else "SmolLM2")
+        for provider, f in found.items():
+            if not callable(f):
+                bench.absent(provider, axes, "bfloat16", f)
+        if any(map(callable, found.values())):
+            measure_law(bench, axes, sets, found, sgl)
+
+
+def measure_law(bench: Bench, axes: dict, sets: list, found: dict, sgl) -> None:
+    batch, nodes, law, row_bytes = axes["B"], axes["N"], axes["law"], 2 * axes["V"]
+    make_workspace, reference = workspace_maker(bench.device), next(f for f in found.values() if callable(f))
+    grove = Grove(reference, sets, batch, nodes, law, make_workspace)
     workspace, most = make_workspace(batch * nodes, batch), chain_depth(nodes)
     for accepted in dict.fromkeys((0, min(3, most), most)):
         batches, visited = grove.plant(accepted), batch * (accepted + 1) * row_bytes
@@ -105,10 +109,9 @@ def main() -> int:
     shapes = [tuple(map(int, s.split(","))) for s in args.shape or []] or (SHAPES if real is None else REAL_SHAPES)
     found, sgl = kernels(bench.device), load_sglang() if bench.device.type == "cuda" else None
     for shape in shapes:
-        for law in args.law.split(","):
-            measure_shape(bench, shape, law, found, sgl, real, int(args.max_gib * 2**30))
-            if bench.device.type == "cuda":
-                torch.cuda.empty_cache()
+        measure_shape(bench, shape, args.law.split(","), found, sgl, real, int(args.max_gib * 2**30))
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
     return bench.finish()
 
 

@@ -30,13 +30,15 @@ def flex(sets: list) -> tuple:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False)
+
+    def mask_of(prefix, tree):
+        return lambda b, h, i, j: (j < prefix) | tree[b, i, (j - prefix).clamp(0, tree.shape[1] - 1)]
+
     calls, outs = [], []
     for x in sets:
         batch, nodes = x.tree.shape[:2]
         keys, values = dense(x)
-        prefix, tree = int(x.prefix_len[0]), x.tree
-        visible = lambda b, h, i, j: (j < prefix) | tree[b, i, (j - prefix).clamp(0, nodes - 1)]  # noqa: B023, E731
-        blocks = create_block_mask(visible, batch, None, nodes, keys.shape[2], device=x.q.device)
+        blocks = create_block_mask(mask_of(int(x.prefix_len[0]), x.tree), batch, None, nodes, keys.shape[2], device=x.q.device)
         q = x.q.view(batch, nodes, *x.q.shape[1:]).transpose(1, 2).contiguous()
 
         def call(q=q, keys=keys, values=values, blocks=blocks, out=x.out, shape=(batch, nodes)):

@@ -43,10 +43,15 @@ def main() -> int:
 
         moves = [(slots(p, PATH[1:accepted]), slots(p, list(range(1, accepted)))) for p in prefixes]
 
-        def right() -> bool:
+        triton_op = bench.triton()
+
+        def triton_move(*args) -> None:
+            triton_op(*args, None, None, None, None)
+
+        def right(op=compact_kv) -> bool:
             for prefix, (src, dst) in zip(prefixes[:3], moves):
                 want = [c.view(layers, -1, width)[:, src].clone() for c in (k, v) if c is not None]
-                compact_kv(k, v, path, out, prefix, table)
+                op(k, v, path, out, prefix, table)
                 got = [c.view(layers, -1, width)[:, dst] for c in (k, v) if c is not None]
                 if not all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(got, want)):
                     return False
@@ -64,6 +69,9 @@ def main() -> int:
                     layer.index_copy_(0, dst, layer.index_select(0, src))
 
         bench.measure("fastverify", shape, "bfloat16", [partial(compact_kv, k, v, path, out, p, table) for p in prefixes], 2 * moved, right)
+        if triton_op:
+            bench.measure("triton", shape, "bfloat16", [partial(triton_move, k, v, path, out, p, table) for p in prefixes], 2 * moved,
+                          partial(right, triton_move))
         lists = list(k), None if v is None else list(v)
         bench.measure("fastverify, list of layers", shape, "bfloat16",
                       [partial(compact_kv_layers, *lists, path, out, p, table) for p in prefixes], 2 * moved)

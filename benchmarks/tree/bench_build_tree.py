@@ -67,6 +67,10 @@ def main() -> int:
         bench.measure("fastverify", shape, "float32", [
             partial(build_tree, p.state.pool_scores, p.state.pool_tokens, p.state.pool_parents, roots, p.prefix_len, p.active, nodes, VOCAB, t)
             for p, t in zip(pools, trees)], nbytes, right)
+        if triton_op := bench.triton():
+            bench.measure("triton", shape, "float32", [
+                partial(triton_op, p.state.pool_scores, p.state.pool_tokens, p.state.pool_parents, roots, p.prefix_len, p.active, *t,
+                        nodes, VOCAB) for p, t in zip(pools, trees)], nbytes, right)
         bench.measure("torch", shape, "float32", [partial(peer, None, p, roots, k, levels, nodes) for p in pools], nbytes,
                       note="choice only: no masks, parents, positions")
         if op is None:

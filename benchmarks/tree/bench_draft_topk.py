@@ -32,6 +32,8 @@ def main() -> int:
 
         bench.measure("fastverify", shape, "bfloat16",
                       [partial(draft_topk, x, values=o[0], tokens=o[1]) for x, o in zip(sets, outs)], nbytes, right)
+        if triton_op := bench.triton():
+            bench.measure("triton", shape, "bfloat16", [partial(triton_op, x, None, None, *o) for x, o in zip(sets, outs)], nbytes, right)
         bench.measure("torch", shape, "bfloat16", [lambda x=x: torch.topk(torch.log_softmax(x.float(), 1), k) for x in sets], nbytes)
     return bench.finish()
 

@@ -47,17 +47,24 @@ def main() -> int:
             for s, scores in zip(sets, before):
                 s[5].scores.copy_(scores)
 
-        def right() -> bool:
+        triton_op = bench.triton()
+
+        def triton_level(values, tokens, h, prefix, active, state, at) -> None:
+            triton_op(values, tokens, h, prefix, active, *state, at)
+
+        def right(op=grow_tree) -> bool:
             restore()
             for values, tokens, h, prefix, active, state, at in sets[:3]:
                 cpu = DraftState(*(t.cpu() for t in state))
-                grow_tree(values, tokens, h, prefix, active, state, at)
+                op(values, tokens, h, prefix, active, state, at)
                 grow_tree(values.cpu(), tokens.cpu(), h.cpu(), prefix.cpu(), active.cpu(), cpu, at)
                 if not all(torch.equal(a.cpu(), b) for a, b in zip(state, cpu)):
                     return False
             return True
 
         bench.measure("fastverify", shape, "bfloat16", [partial(grow_tree, *s) for s in sets], nbytes, right)
+        if triton_op:
+            bench.measure("triton", shape, "bfloat16", [partial(triton_level, *s) for s in sets], nbytes, partial(right, triton_level))
         bench.measure("torch", shape, "bfloat16", [partial(torch_level, s[0], s[1], s[2], b.view(batch, k)) for s, b in zip(sets, before)],
                       nbytes, note="beam only: no masks, no pool")
     return bench.finish()

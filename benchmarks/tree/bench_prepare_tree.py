@@ -42,6 +42,9 @@ def main() -> int:
             return True
 
         bench.measure("fastverify", {**shape, "outputs": "all"}, "int32", [partial(prepare_tree, *s) for s in sets], nbytes, right)
+        if triton_op := bench.triton():
+            bench.measure("triton", {**shape, "outputs": "all"}, "int32",
+                          [partial(triton_op, *s[:4], *s[5], PAGE, 0) for s in sets], nbytes, right)
         few = [Prepared(slots=s[5].slots, schedule=s[5].schedule) for s in sets]
         bench.measure("fastverify", {**shape, "outputs": "slots, schedule of a chain"}, "int32",
                       [partial(prepare_tree, None, *s[1:5], out) for s, out in zip(sets, few)], rows * 8)

@@ -2,7 +2,7 @@
 // The LM-head product of lm_head_verify_tree: weight [V,H] x hidden^T [H,R], f32 accumulators, no logits in memory.
 //   head_mma_kernel   bf16 or fp16: cp.async ring of K steps, ldmatrix, mma.m16n8k16; memory-bound up to 64 node rows
 //   head_simt_kernel  any mix of f32, fp16, bf16 and any width: four ids x eight node rows per warp
-// Vocabulary row 4g + 2i + h of a warp's 32 sits in row g + 8h of MMA tile i, so that a thread holds ids 4g..4g+3 of a
+// Vocabulary row 4g + 2i + h of 32 sits in row g + 8h of MMA tile i, so that a thread holds ids 4g..4g+3 of a
 // node row: one Philox call serves all four.
 #pragma once
 #include "accept/head_score.cuh"
@@ -21,14 +21,15 @@ __device__ __forceinline__ void read_bounds(const HeadArgs& a, const HeadShared&
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         if (s.row[i].mode != kHeadKey) continue;
         const Word seen = *const_cast<const volatile Word*>(a.keys + row0 + i), key = seen > s.best[i] ? seen : s.best[i];
-        if (key) s.bound[i] = from_ordered_bits(static_cast<uint32_t>(key >> 32));
+        if (key) s.bound[i] = below(from_ordered_bits(static_cast<uint32_t>(key >> 32)));
     }
 }
 
 template <bool kBf16, int kRows>
-__global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArgs a, const HeadPlan plan) {
+__global__ void __launch_bounds__(head_tile(kRows), 2) head_mma_kernel(const HeadArgs a, const HeadPlan plan) {
     constexpr int kStages = head_stages(kRows), kStageBytes = head_stage_bytes(kRows), kN = kRows / 8;
-    constexpr int kRowBytes = kHeadStep * 2, kWeightBytes = kHeadTile * kRowBytes;
+    constexpr int kTile = head_tile(kRows), kThreads = kTile, kWarpRows = 32, kM = kWarpRows / 16;
+    constexpr int kRowBytes = kHeadStep * 2, kWeightBytes = kTile * kRowBytes;
     __shared__ int flag;
     unsigned char* const ring = dynamic_shared();
     const HeadShared s(ring + kStages * kStageBytes, kRows);
@@ -39,21 +40,21 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
     const int end = begin + plan.steps < total ? begin + plan.steps : total;
 
     // ---- loading: 8 threads fetch the 128 bytes of one row --------------------------------------------------------
-    constexpr int kAtOnce = kHeadThreads / 8;
+    constexpr int kAtOnce = kThreads / 8;
     const int chunk16 = tid & 7, first_row = tid >> 3;
     int load_tile = begin / plan.k_steps, load_k = begin % plan.k_steps, load_stage = 0;
     const auto load_step = [&]() {
         unsigned char* const stage = ring + load_stage * kStageBytes;
         const int64_t column = static_cast<int64_t>(load_k) * kHeadStep + chunk16 * 8;
         const bool inside = column < a.hidden_size;
-        const int64_t v = static_cast<int64_t>(load_tile) * kHeadTile + first_row;
+        const int64_t v = static_cast<int64_t>(load_tile) * kTile + first_row;
         const auto* w = static_cast<const uint16_t*>(a.weight) + v * a.weight_stride + column;
 #pragma unroll
-        for (int i = 0; i < kHeadTile / kAtOnce; ++i) {
+        for (int i = 0; i < kTile / kAtOnce; ++i) {
             const int r = first_row + kAtOnce * i;
             const bool ok = inside && v + kAtOnce * i < a.task.in.vocab;
-            cp_async_16(stage + r * kRowBytes + ((chunk16 ^ (r >> 2 & 7)) << 4),
-                        ok ? w + kAtOnce * i * a.weight_stride : a.weight, ok);
+            cp_async_16_stream(stage + r * kRowBytes + ((chunk16 ^ (r >> 2 & 7)) << 4),
+                               ok ? w + kAtOnce * i * a.weight_stride : a.weight, ok);
         }
         const auto* x = static_cast<const uint16_t*>(a.hidden) + (row0 + first_row) * a.hidden_stride + column;
 #pragma unroll
@@ -74,10 +75,10 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
     }
     describe_rows(a, row0, kRows, s);
 
-    float acc[2][kN][4];
+    float acc[kM][kN][4];
     const auto clear = [&]() {
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
+        for (int i = 0; i < kM; ++i)
 #pragma unroll
             for (int n = 0; n < kN; ++n)
 #pragma unroll
@@ -86,14 +87,14 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
     // ---- one K step: 4 x k16 --------------------------------------------------------------------------------------
     const int g = lane & 7, matrix = lane >> 3;  // row and matrix whose address this lane gives to ldmatrix
     const auto multiply = [&](const unsigned char* stage) {
-        const unsigned char* const w = stage + (warp * 32 + 4 * g + (matrix & 1)) * kRowBytes;
+        const unsigned char* const w = stage + (warp * kWarpRows + 4 * g + (matrix & 1)) * kRowBytes;
         const unsigned char* const x = stage + kWeightBytes;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            uint32_t fa[2][4], fb[kN][2];
+            uint32_t fa[kM][4], fb[kN][2];
             const int at = ((2 * k + (matrix >> 1)) ^ g) << 4;  // (row / 4) % 8 = g
-            ldmatrix_x4(fa[0], w + at);
-            ldmatrix_x4(fa[1], w + 2 * kRowBytes + at);
+#pragma unroll
+            for (int i = 0; i < kM; ++i) ldmatrix_x4(fa[i], w + ((i >> 1) * 32 + (i & 1) * 2) * kRowBytes + at);
             if constexpr (kN == 1) {
                 ldmatrix_x2(fb[0], x + g * kRowBytes + (((2 * k + (matrix & 1)) ^ g) << 4));
             } else {
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
                 }
             }
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
+            for (int i = 0; i < kM; ++i)
 #pragma unroll
                 for (int n = 0; n < kN; ++n) {
                     if constexpr (kBf16) mma_16816_bf16(acc[i][n], fa[i], fb[n][0], fb[n][1]);
@@ -117,25 +118,25 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
     const auto part = [&](int of_slot, int tile) {
         const int which = tile == of_slot * plan.steps / plan.k_steps ? 0 : 1;
         const int64_t block = static_cast<int64_t>(of_slot) * plan.chunks + chunk;
-        return reinterpret_cast<float4*>(a.partials + (2 * block + which) * (kRows * kHeadTile)) + tid;
+        return reinterpret_cast<float4*>(a.partials + (2 * block + which) * (kRows * kTile)) + tid;
     };
     const auto join_parts = [&](int tile) {
         float4* mine = part(slot, tile);
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
+        for (int i = 0; i < kM; ++i)
 #pragma unroll
             for (int n = 0; n < kN; ++n)
-                __stcg(mine + (i * kN + n) * kHeadThreads, make_float4(acc[i][n][0], acc[i][n][1], acc[i][n][2], acc[i][n][3]));
+                __stcg(mine + (i * kN + n) * kThreads, make_float4(acc[i][n][0], acc[i][n][1], acc[i][n][2], acc[i][n][3]));
         const int first = head_first_slot(plan, tile), last = head_last_slot(plan, tile);
         if (!last_block(a.counters + static_cast<int64_t>(chunk) * plan.tiles + tile, last - first + 1, &flag)) return false;
         clear();
         for (int other = first; other <= last; ++other) {  // in order: the same sum whoever arrives last
             const float4* theirs = part(other, tile);
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
+            for (int i = 0; i < kM; ++i)
 #pragma unroll
                 for (int n = 0; n < kN; ++n) {
-                    const float4 f = __ldcg(theirs + (i * kN + n) * kHeadThreads);
+                    const float4 f = __ldcg(theirs + (i * kN + n) * kThreads);
                     acc[i][n][0] += f.x, acc[i][n][1] += f.y, acc[i][n][2] += f.z, acc[i][n][3] += f.w;
                 }
         }
@@ -145,20 +146,21 @@ __global__ void __launch_bounds__(kHeadThreads, 2) head_mma_kernel(const HeadArg
     const auto take_tile = [&](int tile, unsigned char* stage) {
         constexpr int kTiles = kN < 4 ? kN : 4;  // n-tiles at a time: 2 node rows of this thread each
         float4* const corner = reinterpret_cast<float4*>(stage + warp * (kTiles * 2 * 512)) + lane;
-        const int64_t v = static_cast<int64_t>(tile) * kHeadTile + warp * 32 + (lane >> 2) * 4;
+        const int64_t v0 = static_cast<int64_t>(tile) * kTile + warp * kWarpRows + (lane >> 2) * 4;
 #pragma unroll
-        for (int base = 0; base < kN; base += kTiles) {
+        for (int base = 0; base < kN * kM / 2; base += kTiles) {
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
-                corner[64 * n] = make_float4(acc[0][base + n][0], acc[0][base + n][2], acc[1][base + n][0], acc[1][base + n][2]);
-                corner[64 * n + 32] = make_float4(acc[0][base + n][1], acc[0][base + n][3], acc[1][base + n][1], acc[1][base + n][3]);
+                const int i = (base + n) / kN * 2, at = (base + n) % kN;
+                corner[64 * n] = make_float4(acc[i][at][0], acc[i][at][2], acc[i + 1][at][0], acc[i + 1][at][2]);
+                corner[64 * n + 32] = make_float4(acc[i][at][1], acc[i][at][3], acc[i + 1][at][1], acc[i + 1][at][3]);
             }
 #pragma unroll 1
             for (int c = 0; c < 2 * kTiles; ++c) {
                 const float4 f = corner[32 * c];
                 float x[4] = {f.x, f.y, f.z, f.w};
-                const int i = (base + (c >> 1)) * 8 + (lane & 3) * 2 + (c & 1);
-                take_logits(a, s, i, row0 + i, v, x);
+                const int at = base + (c >> 1), i = at % kN * 8 + (lane & 3) * 2 + (c & 1);
+                take_logits(a, s, i, row0 + i, v0 + at / kN * 32, x);
             }
         }
     };
@@ -194,7 +196,7 @@ __device__ __forceinline__ float head_element(const void* p, int type, int64_t i
     return type == 1 ? half_to_float(h) : bf16_to_float(h);
 }
 
-__global__ void __launch_bounds__(kHeadThreads) head_simt_kernel(const HeadArgs a, const HeadPlan plan) {
+__global__ void __launch_bounds__(kHeadSimtThreads) head_simt_kernel(const HeadArgs a, const HeadPlan plan) {
     constexpr int kRows = kHeadSimtRows;
     const HeadShared s(dynamic_shared(), kRows);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

@@ -30,7 +30,8 @@ struct HeadRow {
     int32_t mode, request;
     uint32_t t, seed_lo, seed_hi;
     float temperature, inverse;  // inverse ~ 1 / temperature, for bounds only
-    uint32_t above;              // bit (id / 4) % 32 of every drafted ancestor
+    uint32_t above : 31;         // bit (id / 4) % 31 of every drafted ancestor
+    uint32_t plain : 1;          // no extras, and bounds by `inverse` hold
 };
 static_assert(sizeof(HeadRow) + sizeof(Word) + sizeof(float) <= kHeadRowBytes, "shared memory of a node row");
 
@@ -38,7 +39,7 @@ static_assert(sizeof(HeadRow) + sizeof(Word) + sizeof(float) <= kHeadRowBytes, "
 struct HeadShared {
     HeadRow* row;  // [n]
     Word* best;     // [n]
-    float* bound;  // [n] score that a candidate must reach
+    float* bound;  // [n] what a candidate's bound must reach: hardly below the best score
     __device__ HeadShared(unsigned char* p, int n)
         : row(reinterpret_cast<HeadRow*>(p)), best(reinterpret_cast<Word*>(p + n * sizeof(HeadRow))),
           bound(reinterpret_cast<float*>(p + n * (sizeof(HeadRow) + sizeof(Word)))) {}
@@ -93,7 +94,7 @@ __device__ __forceinline__ void describe_rows(const HeadArgs& a, int64_t row0, i
                 reached = false;
                 break;
             }
-            above |= 1u << ((a.task.tokens[begin + node] >> 2) & 31);
+            above |= 1u << ((a.task.tokens[begin + node] >> 2 & 0xffffff) % 31);
             ++depth;
             node = parent;
         }
@@ -105,6 +106,7 @@ __device__ __forceinline__ void describe_rows(const HeadArgs& a, int64_t row0, i
         row.temperature = p.temperature;
         row.inverse = p.greedy() ? 1.0f : 1.0f / p.temperature;
         row.above = above;
+        row.plain = !a.extras() && (p.greedy() || (p.temperature > 1e-30f && p.temperature < 1e30f));
     }
     __syncthreads();
 }
@@ -117,7 +119,7 @@ __device__ __forceinline__ void apply_extras(const HeadArgs& a, const HeadRow& r
         int32_t count[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) count[j] = a.task.out.counts && v + j < a.task.in.vocab ? a.task.out.counts[b * a.task.in.vocab + v + j] : 0;
-        if (row.above >> ((v >> 2) & 31) & 1) {
+        if (row.above >> ((v >> 2) % 31) & 1) {
             const int64_t begin = a.task.in.cu_nodes[b];
             for (int64_t node = r - begin; node > 0; node = a.task.in.parents[begin + node]) {  // climbed once before
                 const int64_t j = a.task.tokens[begin + node] - v;
@@ -139,13 +141,45 @@ __device__ __forceinline__ void apply_extras(const HeadArgs& a, const HeadRow& r
     }
 }
 
-// Logits x of ids v..v+3 (v % 4 == 0) of node row `r`; row = s.row[i].
+// Exact keys of ids v..v+3, candidates for row i. Excluded entries and those that cannot reach `bound` are passed over.
+__device__ __forceinline__ void take_candidates(
+    const HeadShared& s, int i, const HeadRow& row, int64_t v, const float (&x)[4], const Philox4& noise, float bound) {
+    Word best = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const float z = scale_logit(x[j], row.temperature == 0.0f ? 1.0f : row.temperature);
+        if (!(z > -kInf) || z + noise_bound(noise.v[j]) < bound) continue;
+        const float score = row.temperature == 0.0f ? z : z + gumbel_from_bits(noise.v[j]);
+        const Word key = make_key(score, static_cast<uint32_t>(v + j));
+        best = key > best ? key : best;
+    }
+    if (best) atomicMax(s.best + i, best);
+}
+
+// Logits x of ids v..v+3 (v % 4 == 0) of node row `r`, row i of the block.
+// Noise costs most: log-free bounds are computed for all four, and logarithms only where one of them can still win.
 __device__ __forceinline__ void take_logits(const HeadArgs& a, const HeadShared& s, int i, int64_t r, int64_t v, float (&x)[4]) {
     const HeadRow row = s.row[i];
     if (row.mode == kHeadSkip) return;
     if (row.mode == kHeadLogits) {
         if (v < a.task.in.vocab) *reinterpret_cast<float4*>(a.logits + r * a.task.stride + v) = make_float4(x[0], x[1], x[2], x[3]);
         return;
+    }
+    const float bound = s.bound[i];
+    const bool greedy = row.temperature == 0.0f;
+    Philox4 noise{{0, 0, 0, 0}};
+    if (!greedy) noise = philox4x32(static_cast<uint32_t>(v >> 2), row.t, kStreamTarget, 0, row.seed_lo, row.seed_hi);
+    // 0 if all four are finite, else NaN
+    const float odd = __fmaf_rn(x[0], 0.0f, __fmaf_rn(x[1], 0.0f, __fmaf_rn(x[2], 0.0f, x[3] * 0.0f)));
+    if (row.plain && odd == 0.0f && v + 3 < a.task.in.vocab) {
+        float most = -kInf;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float reach = greedy ? x[j] : __fmaf_rn(x[j], row.inverse, noise_bound(noise.v[j]));
+            most = reach > most ? reach : most;
+        }
+        if (most < bound) return;
+        return take_candidates(s, i, row, v, x, noise, bound);
     }
     if (a.extras()) apply_extras(a, row, r, v, x);
     bool bad = false;
@@ -156,37 +190,7 @@ __device__ __forceinline__ void take_logits(const HeadArgs& a, const HeadShared&
         if (is_bad(x[j])) x[j] = -kInf;
     }
     if (bad) atomicOr(a.bad + r, 1);
-    float bound = s.bound[i];
-    Word best = 0;
-    if (row.temperature == 0.0f) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float z = scale_logit(x[j], 1.0f);
-            if (z > -kInf && z >= bound) {
-                const Word key = make_key(z, static_cast<uint32_t>(v + j));
-                best = key > best ? key : best;
-                bound = z;
-            }
-        }
-    } else {
-        // -log E <= -log x = 32 ln 2 - ln(r + 1/2) for E = -log1p(-x): with an upper bound of z, only entries that can
-        // still win are worth exact logarithms. The slack covers every rounding, here and in the exact value.
-        const Philox4 noise = philox4x32(static_cast<uint32_t>(v >> 2), row.t, kStreamTarget, 0, row.seed_lo, row.seed_hi);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float z = x[j] * row.inverse;
-            const float most = __fmaf_rn(32.0f - __log2f(static_cast<float>(noise.v[j]) + 0.5f), kLn2, z);
-            const float slack = __fmaf_rn(fabsf(z), 1e-6f, 1e-4f);
-            if (x[j] < -kFloatMax || most + slack < bound) continue;  // NaN (inverse = inf): evaluated
-            const float score = scale_logit(x[j], row.temperature) + gumbel_from_bits(noise.v[j]);
-            if (score >= bound) {
-                const Word key = make_key(score, static_cast<uint32_t>(v + j));
-                best = key > best ? key : best;
-                bound = score;
-            }
-        }
-    }
-    if (best) atomicMax(s.best + i, best);
+    take_candidates(s, i, row, v, x, noise, bound);
 }
 
 }  // namespace fv

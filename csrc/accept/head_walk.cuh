@@ -8,7 +8,7 @@ namespace fv {
 
 // Grid (cluster, B). The keys of the request's rows are zero again afterwards.
 template <bool kExtras>
-__global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) head_walk_kernel(const __grid_constant__ HeadArgs a) {
+__global__ void __launch_bounds__(kTeamThreads) head_walk_kernel(const __grid_constant__ HeadArgs a) {
     const VerifyTask& task = a.task;
     Team team{reinterpret_cast<TeamScratch*>(dynamic_shared()), task.shape.cluster};
     const int64_t b = blockIdx.y;

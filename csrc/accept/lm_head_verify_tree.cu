@@ -34,7 +34,7 @@ void run_product(const Launch& launch, const HeadArgs& a, const HeadPlan& p) {
                         : p.rows_tile == 16 ? head_mma_kernel<kBf16, 16>
                         : p.rows_tile == 32 ? head_mma_kernel<kBf16, 32>
                                             : head_mma_kernel<kBf16, 64>;
-    launch.run(kernel, dim3(p.blocks), dim3(kHeadThreads), p.smem, a, p);
+    launch.run(kernel, dim3(p.blocks), dim3(head_tile(p.rows_tile)), p.smem, a, p);
 }
 
 void lm_head_verify_tree_cuda(
@@ -55,7 +55,7 @@ void lm_head_verify_tree_cuda(
     FV_CHECK(workspace && workspace->scalar_type() == ScalarType::Byte && workspace->is_contiguous() &&
                  workspace->numel() >= w.bytes && workspace->is_cuda() == hidden.is_cuda(),
              op, ": workspace must be uint8 [>= ", w.bytes, "] on the device of hidden; got ",
-             workspace ? describe(*workspace) : "None", ". Fix: pass fastverify.lm_head_workspace(hidden, weight).");
+             workspace ? describe(*workspace) : "None", ". Fix: pass lm_head_verify_tree_workspace(rows, vocab_size, device).");
     auto* base = static_cast<unsigned char*>(workspace->mutable_data_ptr());
 
     HeadArgs a;
@@ -87,7 +87,7 @@ void lm_head_verify_tree_cuda(
     task.shape = verify_shape(in.batch, in.rows, in.vocab, launch.props.major, launch.props.sms, /*workspace=*/false);
 
     if (in.rows > 0) {
-        if (!tensor_cores) launch.run(head_simt_kernel, dim3(plan.blocks), dim3(kHeadThreads), plan.smem, a, plan);
+        if (!tensor_cores) launch.run(head_simt_kernel, dim3(plan.blocks), dim3(kHeadSimtThreads), plan.smem, a, plan);
         else if (a.hidden_type == 2) run_product<true>(launch, a, plan);
         else run_product<false>(launch, a, plan);
     }

@@ -27,6 +27,10 @@ inline SglSampling sgl_check_sampling(
     const int64_t vocab = target_probs.size(2);
     FV_CHECK(vocab >= 1 && vocab <= kMaxVocab, kOp, ": target_probs must have 1..", kMaxVocab, " columns; got ", vocab,
              ". Fix: pass [B, N, vocabulary].");
+    FV_CHECK(vocab % 2 != 0 || reinterpret_cast<uintptr_t>(target_probs.const_data_ptr()) % 16 == 0, kOp,
+             ": target_probs must start at a multiple of 16 bytes; got another offset into its storage. Fix: call .clone().");
+    FV_CHECK(vocab % 2 != 0 || !draft_probs || reinterpret_cast<uintptr_t>(draft_probs->const_data_ptr()) % 16 == 0, kOp,
+             ": draft_probs must start at a multiple of 16 bytes; got another offset into its storage. Fix: call .clone().");
     check_optional(kOp, "draft_probs", draft_probs, {ScalarType::Float}, {a.batch, a.nodes, vocab}, like);
     const auto in_range = [](double x) { return x >= 0.0 && x <= 1.0; };
     FV_CHECK(in_range(threshold_single), kOp, ": threshold_single must be in [0, 1]; got ", threshold_single,

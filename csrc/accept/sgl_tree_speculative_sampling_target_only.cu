@@ -56,53 +56,87 @@ struct SamplingTree : SglSharedTree {
 
 // The row that is drawn from: relu(q - p), zero for tokens that were refused.
 struct Row {
-    const float* q;          // [V]
-    const float* p;          // [V] or null
+    const float* q;          // [V], 16-byte aligned where kVec = 4
+    const float* p;          // [V] or null: then the refused tokens are in the list
     const int32_t* refused;  // [count]
-    int32_t count;
-    int64_t vocab;
-    bool aligned;            // 16-byte loads are allowed
+    int32_t count, vocab;
 };
 
 template <int kVec>
-__device__ __forceinline__ void load_items(const float* row, int64_t at, bool aligned, float (&x)[kVec]) {
-    if constexpr (kVec == 4) {
-        if (aligned) {
-            const float4 v = *reinterpret_cast<const float4*>(row + at);
-            x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-            return;
-        }
-    }
+__device__ __forceinline__ void load_items(const float* row, int32_t at, int32_t vocab, float (&x)[kVec]) {
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) x[k] = row[at + k];
+    for (int k = 0; k < kVec; ++k) x[k] = 0.0f;
+    if (at >= vocab) return;
+    if constexpr (kVec == 4) {
+        const float4 v = *reinterpret_cast<const float4*>(row + at);
+        x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+    } else if constexpr (kVec == 2) {
+        const float2 v = *reinterpret_cast<const float2*>(row + at);
+        x[0] = v.x, x[1] = v.y;
+    } else {
+        x[0] = row[at];
+    }
 }
 
-// Items of lane (chunk, thread); `marked`: the refused tokens may be in reach.
-template <int kVec>
-__device__ __forceinline__ void residual_items(const Row& r, int chunk, bool marked, float (&x)[kVec]) {
-    const int64_t at = (static_cast<int64_t>(chunk) * kSglLanes + threadIdx.x) * kVec;
-    if (at >= r.vocab) {
+// Items of this thread in `count` chunks; all loads are issued before the first is used.
+template <int kVec, int kCount>
+__device__ __forceinline__ void residual_items(const Row& r, int chunk, const uint32_t* marks, float (&x)[kCount][kVec]) {
+    const int warp = threadIdx.x >> 5;
 #pragma unroll
-        for (int k = 0; k < kVec; ++k) x[k] = 0.0f;
+    for (int i = 0; i < kCount; ++i) load_items<kVec>(r.q, ((chunk + i) * kSglLanes + static_cast<int>(threadIdx.x)) * kVec, r.vocab, x[i]);
+    if (r.p) {
+        float p[kCount][kVec];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) load_items<kVec>(r.p, ((chunk + i) * kSglLanes + static_cast<int>(threadIdx.x)) * kVec, r.vocab, p[i]);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+            for (int k = 0; k < kVec; ++k) x[i][k] = sgl_residual(x[i][k], p[i][k]);
+        }
         return;
     }
-    float p[kVec];
-    load_items<kVec>(r.q, at, r.aligned, x);
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) p[k] = 0.0f;
-    if (r.p) load_items<kVec>(r.p, at, r.aligned, p);
+    for (int i = 0; i < kCount; ++i) {
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) x[k] = sgl_residual(x[k], p[k]);
-    if (marked) {
-        for (int i = 0; i < r.count; ++i) {
-            const int64_t hit = r.refused[i] - at;
+        for (int k = 0; k < kVec; ++k) x[i][k] = sgl_residual(x[i][k], 0.0f);
+        if (chunk + i < kSglMaxChunks && (marks[chunk + i] >> warp & 1u)) {  // a refused token is in this warp's part
+            const int32_t at = ((chunk + i) * kSglLanes + static_cast<int>(threadIdx.x)) * kVec;
+            for (int32_t t = 0; t < r.count; ++t) {
 #pragma unroll
-            for (int k = 0; k < kVec; ++k) x[k] = hit == k ? 0.0f : x[k];
+                for (int k = 0; k < kVec; ++k) x[i][k] = r.refused[t] == at + k ? 0.0f : x[i][k];
+            }
         }
     }
 }
 
-// Balanced tree of neighbours: lane 31 has the sum, lanes in between the inner sums.
+// Sums of kCount values per lane over the warp, each as the balanced tree of neighbours; lane l < kCount returns that of value
+// reversed_bits(l). Half of the values go to each neighbour until one is left: kCount + 3 shuffles.
+template <int kCount>
+__device__ __forceinline__ float tree_sums(float (&v)[kCount]) {
+    const int lane = threadIdx.x & 31;
+    int width = kCount;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        if (width > 1) {
+            width /= 2;
+            const bool upper = lane & d;
+#pragma unroll
+            for (int i = 0; i < width; ++i) {
+                const float give = upper ? v[i] : v[i + width], keep = upper ? v[i + width] : v[i];
+                v[i] = keep + __shfl_xor_sync(kFullWarp, give, d);
+            }
+        } else {
+            v[0] = v[0] + __shfl_xor_sync(kFullWarp, v[0], d);
+        }
+    }
+    return v[0];
+}
+template <int kCount>
+__device__ __forceinline__ int value_of_lane(int lane) {
+    return kCount == 4 ? (lane & 1) * 2 + (lane >> 1 & 1) : kCount == 2 ? lane & 1 : 0;
+}
+
+// The same tree of one value with its inner sums: lane 31 has the sum.
 __device__ __forceinline__ float up_sweep(float x) {
     const int place = (threadIdx.x & 31) + 1;
 #pragma unroll
@@ -128,12 +162,13 @@ __device__ __forceinline__ float tree_scan(float x, float* sum) {
 }
 
 template <int kVec>
-__global__ void __launch_bounds__(kSglLanes) sgl_sampling_kernel(
+__global__ void __launch_bounds__(kSglLanes, 1) sgl_sampling_kernel(
     const SglTreeArgs a,
     const SglSampling s) {
     __shared__ SamplingTree tree;
     __shared__ float warp_sums[kGroup][kWarps + 1];
     __shared__ float chunk_sums[kSglMaxChunks];
+    __shared__ uint32_t marks[kSglMaxChunks];  // bit w: a refused token in warp w's part of the chunk
     __shared__ SglWalk walk;
     __shared__ SglDraw draw;
     __shared__ int first, last;
@@ -166,19 +201,25 @@ __global__ void __launch_bounds__(kSglLanes) sgl_sampling_kernel(
     const bool whole = walk.accepted == a.levels - 1;
     const int64_t offset = (tree.base + walk.node) * s.vocab;
     const Row row{s.target + offset, s.draft && !whole ? s.draft + offset : nullptr, tree.refused, whole ? 0 : tree.num_refused,
-                  s.vocab, ((reinterpret_cast<uintptr_t>(s.target) | reinterpret_cast<uintptr_t>(s.draft)) & 15) == 0};
+                  static_cast<int32_t>(s.vocab)};
     const int chunks = sgl_chunks(s.vocab);
+    for (int i = threadIdx.x; i < chunks; i += kSglLanes) marks[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < row.count; i += kSglLanes) {
+        const int lane_of = row.refused[i] / kVec;
+        atomicOr(&marks[lane_of / kSglLanes], 1u << (lane_of % kSglLanes / 32));
+    }
+    __syncthreads();
+    constexpr int kCount = kAhead<kVec>;
     for (int group = 0; group < chunks; group += kGroup) {
         const int end = min(chunks - group, kGroup);
-        for (int c = 0; c < end; c += kAhead<kVec>) {
-            float x[kAhead<kVec>][kVec];
+        for (int c = 0; c < end; c += kCount) {
+            float x[kCount][kVec], item[kCount];
+            residual_items<kVec, kCount>(row, group + c, marks, x);
 #pragma unroll
-            for (int i = 0; i < kAhead<kVec>; ++i) residual_items<kVec>(row, group + c + i, row.count > 0, x[i]);
-#pragma unroll
-            for (int i = 0; i < kAhead<kVec>; ++i) {
-                const float sum = up_sweep(sgl_items<kVec>(x[i]));
-                if (lane == 31) warp_sums[(c + i) % kGroup][warp] = sum;  // chunks behind the last one: zeros, unread
-            }
+            for (int i = 0; i < kCount; ++i) item[i] = sgl_items<kVec>(x[i]);
+            const float sum = tree_sums<kCount>(item);
+            if (lane < kCount) warp_sums[c + value_of_lane<kCount>(lane)][warp] = sum;  // behind the last chunk: zeros, unread
         }
         __syncthreads();
         if (static_cast<int>(threadIdx.x) < end) {
@@ -195,8 +236,9 @@ __global__ void __launch_bounds__(kSglLanes) sgl_sampling_kernel(
         return;
     }
 
-    float x[kVec], item = 0.0f, warp_total, total;
-    residual_items<kVec>(row, draw.chunk, row.count > 0, x);
+    float items[1][kVec], item = 0.0f, warp_total, total;
+    float(&x)[kVec] = items[0];
+    residual_items<kVec, 1>(row, draw.chunk, marks, items);
 #pragma unroll
     for (int k = 0; k < kVec; ++k) item = item + x[k];
     const float before_lane = tree_scan(item, &warp_total);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // How lm_head_verify_tree is cut into blocks on a GPU, and what its workspace holds: pure functions of shapes and of
-// the device. Host+device, no torch, no CUDA runtime. lm_head_workspace in
-// fastverify/accept/lm_head_verify_tree.py mirrors head_workspace.
+// the device. Host+device, no torch, no CUDA runtime. head_workspace is mirrored
+// in fastverify/accept/lm_head_verify_tree.py.
 //
-// Tensor cores: the product is seen as weight [V,H] x hidden^T [H,R]. A tile is 128 vocabulary rows x `rows_tile` node
-// rows; the K loop of all tiles of one chunk of node rows is one line of tiles * k_steps steps, cut into equal pieces
+// Tensor cores: the product is seen as weight [V,H] x hidden^T [H,R]. A tile is 128 or 192 vocabulary rows x `rows_tile`
+// node rows; the K loop of all tiles of one chunk of node rows is one line of tiles * k_steps steps, cut into equal pieces
 // ("stream-K": Osama et al. 2023), one per block. A tile that two or more blocks share is finished by whichever of them
 // arrives last, which adds the parts in block order.
 #pragma once
@@ -14,15 +14,18 @@
 
 namespace fv {
 
-constexpr int kHeadTile = 128;    // vocabulary rows of a tile
 constexpr int kHeadStep = 64;     // columns of a K step: 128 bytes of a weight row
-constexpr int kHeadThreads = 128;
+constexpr int kHeadSimtThreads = 128;
 constexpr int kHeadSimtRows = 8;  // node rows of the path without tensor cores
 constexpr int kHeadRowBytes = 44;  // shared memory per node row: description, best key, bound
 
 FV_HD int head_rows_tile(int64_t rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
-FV_HD constexpr int head_stages(int rows_tile) { return rows_tile <= 16 ? 5 : 4; }
-FV_HD constexpr int head_stage_bytes(int rows_tile) { return (kHeadTile + rows_tile) * kHeadStep * 2; }
+// Vocabulary rows of a tile, and threads of its block: a warp takes 32. More node rows, wider tiles: the hidden states are
+// read again for every tile.
+constexpr int kHeadTileLeast = 128;
+FV_HD constexpr int head_tile(int rows_tile) { return rows_tile <= 16 ? 128 : 192; }
+FV_HD constexpr int head_stages(int rows_tile) { return rows_tile <= 16 ? 5 : 3; }
+FV_HD constexpr int head_stage_bytes(int rows_tile) { return (head_tile(rows_tile) + rows_tile) * kHeadStep * 2; }
 FV_HD constexpr int head_smem(int rows_tile) {
     return head_stages(rows_tile) * head_stage_bytes(rows_tile) + kHeadRowBytes * rows_tile;
 }
@@ -44,6 +47,8 @@ FV_HD HeadPlan head_plan(int64_t rows, int64_t vocab, int64_t hidden, bool tenso
     p.rows_tile = tensor_cores ? head_rows_tile(rows) : kHeadSimtRows;
     p.chunks = static_cast<int>((rows + p.rows_tile - 1) / p.rows_tile);
     p.k_steps = static_cast<int>((hidden + kHeadStep - 1) / kHeadStep);
+    if (p.chunks < 1) p.chunks = 1;  // no rows: not launched
+    if (p.k_steps < 1) p.k_steps = 1;  // no columns: logits are 0
     p.smem = tensor_cores ? head_smem(p.rows_tile) : kHeadRowBytes * p.rows_tile;
     if (!tensor_cores) {  // a warp takes four ids at a time
         const int64_t groups = (vocab + 15) / 16, most = 8 * static_cast<int64_t>(sms);
@@ -52,7 +57,7 @@ FV_HD HeadPlan head_plan(int64_t rows, int64_t vocab, int64_t hidden, bool tenso
         p.blocks = p.slots * p.chunks;
         return p;
     }
-    p.tiles = static_cast<int>((vocab + kHeadTile - 1) / kHeadTile);
+    p.tiles = static_cast<int>((vocab + head_tile(p.rows_tile) - 1) / head_tile(p.rows_tile));
     const int per_sm = (max_smem + 1024) / (p.smem + 1024) >= 2 ? 2 : 1;
     const int most = sms * per_sm / p.chunks > 1 ? sms * per_sm / p.chunks : 1;
     const int total = p.tiles * p.k_steps;
@@ -74,7 +79,7 @@ struct HeadWorkspace {
     int64_t bad;       // i32 [R]: a NaN or +inf was met
     int64_t counters;  // u32 [chunks, tiles]: blocks that have delivered their part of a tile
     int64_t zeroed;
-    int64_t partials;  // f32 [blocks, 2, rows_tile * kHeadTile]: parts of a block's first and last tile
+    int64_t partials;  // f32 [blocks, 2, rows_tile * head_tile]: parts of a block's first and last tile
     int64_t logits;    // f32 [R, logits_stride]: rows of requests with filters, all rows with logprobs
     int64_t logits_stride;
     int64_t bytes;
@@ -90,8 +95,8 @@ FV_HD HeadWorkspace head_workspace(int64_t rows, int64_t vocab, int sms) {
     w.keys = 0;
     w.bad = head_align(w.keys + 8 * rows);
     w.counters = head_align(w.bad + 4 * rows);
-    w.zeroed = w.partials = head_align(w.counters + 4 * chunks * ((vocab + kHeadTile - 1) / kHeadTile));
-    w.logits = head_align(w.partials + 2 * 4 * rows_tile * kHeadTile * blocks);
+    w.zeroed = w.partials = head_align(w.counters + 4 * chunks * ((vocab + kHeadTileLeast - 1) / kHeadTileLeast));
+    w.logits = head_align(w.partials + 2 * 4 * rows_tile * head_tile(static_cast<int>(rows_tile)) * blocks);
     w.logits_stride = (vocab + 3) / 4 * 4;
     w.bytes = head_align(w.logits + 4 * rows * w.logits_stride);
     return w;

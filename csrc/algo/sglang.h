@@ -164,23 +164,21 @@ FV_HD int32_t sgl_parent(const Selected& selected, int32_t nodes, int32_t i, int
     return at < 0 || at + 1 == i ? kSglOrphan : at + 1;
 }
 
-// Calls visit(ancestor) for node i and every node above it except the root; returns how many. parent[0] is not read.
+// Calls visit(ancestor) for node i and every node above it except the root, at most `nodes` times. parent[0] is not read.
 template <class Visit>
-FV_HD int32_t sgl_ancestors(const int32_t* parent, int32_t nodes, int32_t i, const Visit& visit) {
-    int32_t count = 0;
-    for (int32_t a = i; a > 0 && count < nodes; a = parent[a]) {
-        visit(a);
-        ++count;
-    }
-    return count;
+FV_HD void sgl_ancestors(const int32_t* parent, int32_t nodes, int32_t i, const Visit& visit) {
+    int32_t left = nodes;
+    for (int32_t a = i; a > 0 && left > 0; a = parent[a], --left) visit(a);
 }
 
-// First node after `from` whose parent is `parent_of`, -1 if none.
-FV_HD int32_t sgl_next_child(const int32_t* parent, int32_t nodes, int32_t from, int32_t parent_of) {
-    for (int32_t j = from + 1; j < nodes; ++j) {
-        if (parent[j] == parent_of) return j;
+// First children and next siblings, -1 none; siblings ascend. parent[i] < 0: no parent.
+FV_HD void sgl_link_nodes(const int32_t* parent, int32_t nodes, int32_t* first, int32_t* sibling) {
+    for (int32_t i = 0; i < nodes; ++i) first[i] = -1;
+    for (int32_t i = nodes - 1; i >= 0; --i) {
+        const int32_t up = i > 0 ? parent[i] : -1;
+        sibling[i] = up < 0 ? -1 : first[up];
+        if (up >= 0) first[up] = i;
     }
-    return -1;
 }
 
 constexpr int kSglMaskFull = 0, kSglMaskTree = 1, kSglMaskBits = 2, kSglMaskWords = 3;

@@ -47,7 +47,7 @@ struct AttentionTile {
     static constexpr int kTokens = tile_tokens(kHeadDim), kWarpRows = warp_rows(kHeadDim, kRows);
     static constexpr int kSplit = 4 * kWarpRows / kRows;     // warps that share the tokens of a tile
     static constexpr int kWarpTokens = kTokens / kSplit;     // tokens of a tile that a warp works on
-    static constexpr int kSub = kWarpTokens < 32 ? kWarpTokens : 32;  // of them at a time
+    static constexpr int kSub = kWarpTokens < 32 || (kHeadDim == 128 && kSplit == 1 && Kv::kBytes == 1) ? 16 : 32;  // of them at a time (registers)
     static constexpr int kLoadTokens = kTokens / 4;          // tokens of a tile that a warp loads
     static constexpr bool kOwnTokens = kSplit == 4;          // a warp reads only what it loaded itself
     static constexpr int kMt = kWarpRows / 16, kNt = kSub / 8, kOt = kHeadDim / 8;
@@ -102,13 +102,6 @@ __device__ __forceinline__ void load_v(uint32_t (&b)[2][4], const unsigned char*
             b[s][3] = e4m3x2_to_f16x2(odd >> 16);
         }
     }
-}
-
-// Column of accumulator element (block n of 8, element e of 0..1) of the lane; fp8: see load_v.
-template <class T>
-__device__ __forceinline__ int output_dim(int n, int e, int lane) {
-    if (T::Kv::kBytes == 2) return 8 * n + 2 * (lane & 3) + e;
-    return 16 * (n >> 1) + 4 * (lane & 3) + 2 * e + (n & 1);
 }
 
 // Eight 16-bit floats of q at chunk `chunk` of a row, as fp8 kernels want them: f16, words in the order that pairs the

@@ -14,19 +14,26 @@ namespace {
 
 constexpr const char* kOp = "rope_append";
 
+// Eight neighbours in turn, then the groups in pairs, pairs of pairs, ...: the order of a GPU's lanes that hold eight each.
+FV_HD float sum_of_squares(const float* __restrict x, int d) {
+    float group[kMaxHeadDim / 8];
+    const int groups = (d + 7) / 8;
+    for (int t = 0; t < groups; ++t) {
+        float sum = 0.0f;
+        for (int i = 8 * t; i < 8 * t + 8 && i < d; ++i) sum += x[i] * x[i];
+        group[t] = sum;
+    }
+    for (int step = 1; step < groups; step *= 2) {
+        for (int t = 0; t + step < groups; t += 2 * step) group[t] += group[t + step];
+    }
+    return group[0];
+}
+
 // One head: x [d] -> y [d] = rope(norm(x)) / scale. weight null: no norm; cos_sin null: no rotation.
 FV_CLONES void transform_head(const float* __restrict x, float* __restrict y, int d, const float* __restrict weight,
                               float eps, const float* __restrict cos_sin, int rot, int style, float scale) {
     if (weight) {
-        constexpr int kLanes = 16;  // fixed partial sums: the same bits at every vector width
-        float lane[kLanes] = {};
-        for (int i = 0; i + kLanes <= d; i += kLanes) {
-            for (int j = 0; j < kLanes; ++j) lane[j] += x[i + j] * x[i + j];
-        }
-        float sum = 0.0f;
-        for (int j = 0; j < kLanes; ++j) sum += lane[j];
-        for (int i = d / kLanes * kLanes; i < d; ++i) sum += x[i] * x[i];
-        const float r = 1.0f / std::sqrt(sum / static_cast<float>(d) + eps);
+        const float r = 1.0f / std::sqrt(sum_of_squares(x, d) / static_cast<float>(d) + eps);
         for (int i = 0; i < d; ++i) y[i] = x[i] * r * weight[i];
     } else {
         for (int i = 0; i < d; ++i) y[i] = x[i];

@@ -6,6 +6,7 @@
 // Instantiations: 3 (dtype of q, k, v) and one for shapes that do not vectorise; cache and norm dtypes are uniform branches.
 #include <torch/csrc/stable/library.h>
 
+#include "algo/rope_plan.h"
 #include "attention/rope_append_args.h"
 #include "common/launch.h"
 
@@ -15,6 +16,7 @@ namespace fv {
 namespace {
 
 using namespace rope;
+static_assert(kRopeGroups * kRopeEach == kMaxHeadDim && kRopeGroups == 4 * 32);
 
 Format format_of(ScalarType t) {
     return t == ScalarType::Float ? kF32 : t == ScalarType::BFloat16 ? kBf16 : t == ScalarType::Half ? kF16 : kE4m3;
@@ -65,22 +67,19 @@ void rope_append_cuda(Tensor q, const Tensor k, const Tensor v, const Tensor pos
 
     const Launch launch("rope_append", q);
     const dim3 block(kRopeThreads);
-    const auto grid = [&](int per_block) {
-        return dim3(static_cast<unsigned>(a.rows), static_cast<unsigned>(ceil_div(heads, per_block)));
-    };
     if (!vectorises(p)) {
         constexpr int kWarps = kRopeThreads / 32;
-        launch.run(rope_append_any_kernel, grid(kWarps), block, kWarps * static_cast<size_t>(p.head_dim) * sizeof(float), p);
+        const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>(ceil_div(heads, kWarps)));
+        launch.run(rope_append_any_kernel, grid, block, kWarps * static_cast<size_t>(p.head_dim) * sizeof(float), p);
         return;
     }
-    p.team = 1;
-    while (p.team * kRopeEach < p.head_dim) p.team *= 2;
+    p.team = rope_team(p.head_dim);
     const int teams = kRopeThreads / p.team;
-    const bool norm = p.q_norm.weight || p.k_norm.weight;
-    const size_t shared = norm ? teams * static_cast<size_t>(p.head_dim + kRopePartials) * sizeof(float) : 0;
+    p.q_blocks = rope_q_blocks(a.rows, ceil_div(p.q_heads, teams), ceil_div(p.kv_heads, teams), launch.props.sms);
+    const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>(p.q_blocks + 2 * ceil_div(p.kv_heads, teams)));
     const auto kernel = p.format == kF32 ? rope_append_teams_kernel<kF32>
                         : p.format == kBf16 ? rope_append_teams_kernel<kBf16> : rope_append_teams_kernel<kF16>;
-    launch.run(kernel, grid(teams), block, shared, p);
+    launch.run(kernel, grid, block, 0, p);
 }
 
 }  // namespace

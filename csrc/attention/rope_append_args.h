@@ -5,6 +5,8 @@
 
 namespace fv {
 
+constexpr int64_t kMaxHeadDim = 1024;
+
 struct RopeAppendArgs {
     int64_t rows, q_heads, kv_heads, head_dim, rot, max_positions, page_size, capacity;
     ScalarType type, cache_type;
@@ -18,7 +20,7 @@ struct RopeAppendArgs {
         check_tensor(op, "q", q, {F32, BF16, F16}, {kAny, kAny, kAny}, q, true);
         rows = q.size(0), q_heads = q.size(1), head_dim = q.size(2);
         type = q.scalar_type();
-        FV_CHECK(head_dim >= 1 && head_dim <= 1024, op, ": head_dim must be in [1, 1024]; got ", describe(q),
+        FV_CHECK(head_dim >= 1 && head_dim <= kMaxHeadDim, op, ": head_dim must be in [1, ", kMaxHeadDim, "]; got ", describe(q),
                  ". Fix: pass q [R, Hq, D].");
         check_tensor(op, "k", k, {type}, {rows, kAny, head_dim}, q, true);
         kv_heads = k.size(1);

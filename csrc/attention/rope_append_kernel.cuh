@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device code of rope_append. Two kernels with one arithmetic, that of the CPU op: the norm's sum runs as 16 partial sums
-// (element e in sum e % 16) that are then added in turn, and every operation is a single IEEE one.
+// Device code of rope_append. Two kernels with one arithmetic, that of the CPU op: the norm's sum adds eight neighbours in
+// turn, then these sums in pairs, pairs of pairs, ...; every operation is a single IEEE one.
 //   teams: 8 elements per lane in registers, a head per team of head_dim / 8 lanes (rounded up to a power of two). Loads
 //          that depend on nothing are issued before the row's slot and position arrive; partners come by shuffles.
 //   any:   a head per warp, staged in shared memory; any head_dim, alignment and rotary width.
 #pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
 #include "algo/convert.h"
+#include "algo/rope_plan.h"
 
 namespace fv::rope {
 
@@ -34,14 +39,12 @@ struct RopeParams {
     const float* cos_sin;      // [max_positions, rot]: cosines | sines
     int64_t max_positions, capacity;
     int32_t q_heads, kv_heads, head_dim, rot, page_size, style;
-    int32_t team;  // lanes of a head
+    int32_t team, q_blocks;  // lanes of a head; blocks of a row that take q
     Format format, cache_format;
     float eps;
 };
 
-constexpr int kRopeThreads = 128;
-constexpr int kRopeEach = 8;         // elements of a lane
-constexpr int kRopePartials = 16;    // partial sums of the norm
+constexpr int kRopeGroups = 128;     // groups of eight in the widest head
 constexpr unsigned kRopeWarp = 0xffffffffu;
 
 struct alignas(16) Float4 {
@@ -55,6 +58,25 @@ struct Eight {
     float v[kRopeEach];
 };
 
+// Two floats as two narrow ones, nearest even, a in the low half; fp8 saturates at 448 and takes the low 16 bits.
+__device__ __forceinline__ uint32_t pack_two(Format f, float a, float b) {
+    uint32_t bits = 0;
+    if (f == kBf16) {
+        const __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
+        memcpy(&bits, &h, 4);
+    } else if (f == kF16) {
+        const __half2 h = __floats2half2_rn(a, b);
+        memcpy(&bits, &h, 4);
+    } else {
+#if __CUDA_ARCH__ >= 890
+        bits = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+#else
+        bits = float_to_e4m3(a) | static_cast<uint32_t>(float_to_e4m3(b)) << 8;
+#endif
+    }
+    return bits;
+}
+
 __device__ __forceinline__ Eight load_eight(const void* p, Format f, int64_t i) {
     Eight x;
     if (f == kF32) {
@@ -62,8 +84,12 @@ __device__ __forceinline__ Eight load_eight(const void* p, Format f, int64_t i) 
         const Float4 a = at[0], b = at[1];
         for (int j = 0; j < 4; ++j) x.v[j] = a.v[j], x.v[4 + j] = b.v[j];
     } else {
-        const auto h = *reinterpret_cast<const Pack<uint16_t, 16, 8>*>(static_cast<const uint16_t*>(p) + i);
-        for (int j = 0; j < kRopeEach; ++j) x.v[j] = f == kBf16 ? bf16_to_float(h.v[j]) : half_to_float(h.v[j]);
+        const auto h = *reinterpret_cast<const Pack<uint32_t, 16, 4>*>(static_cast<const uint16_t*>(p) + i);
+        for (int j = 0; j < 4; ++j) {
+            const uint32_t low = h.v[j] & 0xffffu, high = h.v[j] >> 16;
+            x.v[2 * j] = f == kBf16 ? bits_to_float(low << 16) : half_to_float(static_cast<uint16_t>(low));
+            x.v[2 * j + 1] = f == kBf16 ? bits_to_float(h.v[j] & 0xffff0000u) : half_to_float(static_cast<uint16_t>(high));
+        }
     }
     return x;
 }
@@ -74,13 +100,13 @@ __device__ __forceinline__ void store_eight(void* p, Format f, int64_t i, const 
         at[0] = Float4{{x.v[0], x.v[1], x.v[2], x.v[3]}};
         at[1] = Float4{{x.v[4], x.v[5], x.v[6], x.v[7]}};
     } else if (f == kE4m3) {
-        Pack<uint8_t, 8, 8> b;
-        for (int j = 0; j < kRopeEach; ++j) b.v[j] = float_to_e4m3(x.v[j]);
-        *reinterpret_cast<Pack<uint8_t, 8, 8>*>(static_cast<uint8_t*>(p) + i) = b;
+        const Pack<uint32_t, 8, 2> b = {{pack_two(f, x.v[0], x.v[1]) | pack_two(f, x.v[2], x.v[3]) << 16,
+                                         pack_two(f, x.v[4], x.v[5]) | pack_two(f, x.v[6], x.v[7]) << 16}};
+        *reinterpret_cast<Pack<uint32_t, 8, 2>*>(static_cast<uint8_t*>(p) + i) = b;
     } else {
-        Pack<uint16_t, 16, 8> h;
-        for (int j = 0; j < kRopeEach; ++j) h.v[j] = f == kBf16 ? float_to_bf16(x.v[j]) : float_to_half(x.v[j]);
-        *reinterpret_cast<Pack<uint16_t, 16, 8>*>(static_cast<uint16_t*>(p) + i) = h;
+        const Pack<uint32_t, 16, 4> h = {{pack_two(f, x.v[0], x.v[1]), pack_two(f, x.v[2], x.v[3]),
+                                          pack_two(f, x.v[4], x.v[5]), pack_two(f, x.v[6], x.v[7])}};
+        *reinterpret_cast<Pack<uint32_t, 16, 4>*>(static_cast<uint16_t*>(p) + i) = h;
     }
 }
 
@@ -96,46 +122,37 @@ __device__ __forceinline__ void store_one(void* p, Format f, int64_t i, float x)
     else static_cast<uint16_t*>(p)[i] = f == kBf16 ? float_to_bf16(x) : float_to_half(x);
 }
 
-// Which head a warp or team works on, and where its result goes.
-struct RopeHead {
-    bool is_q, is_v, exists;
+// One kind of head of one row: where its heads come from and go to.
+struct RopeWork {
     const void* in;
-    int64_t at;
-    const void* weight;  // null: no norm
-    Format weight_format;
+    void* out;
+    int64_t in_at, in_head, out_at, out_head;
+    int32_t heads;
+    Format out_format;
+    RopeNorm norm;
+    const float* scale;
+    int64_t scale_stride;
+    bool turns;
 
-    __device__ RopeHead(const RopeParams& p, int64_t row, int index) {
-        is_q = index < p.q_heads, is_v = index >= p.q_heads + p.kv_heads;
-        exists = index < p.q_heads + 2 * p.kv_heads;
-        const RopeRows& rows = is_q ? p.q : is_v ? p.v : p.k;
-        in = rows.data;
-        at = row * rows.row + head(p, index) * rows.head;
-        weight = is_v ? nullptr : is_q ? p.q_norm.weight : p.k_norm.weight;
-        weight_format = is_q ? p.q_norm.format : p.k_norm.format;
+    // kind 0: q, 1: k, 2: v. The slot is not needed for q.
+    __device__ __forceinline__ RopeWork(const RopeParams& p, int kind, int64_t row) {
+        const RopeRows& rows = kind == 0 ? p.q : kind == 1 ? p.k : p.v;
+        in = rows.data, in_at = row * rows.row, in_head = rows.head;
+        heads = kind == 0 ? p.q_heads : p.kv_heads;
+        norm = kind == 0 ? p.q_norm : kind == 1 ? p.k_norm : RopeNorm{nullptr, kF32};
+        turns = kind != 2;
+        out = p.q.data, out_at = in_at, out_head = in_head, out_format = p.format;
+        scale = nullptr, scale_stride = 0;
     }
-    __device__ int head(const RopeParams& p, int index) const {
-        return index - (is_q ? 0 : is_v ? p.q_heads + p.kv_heads : p.q_heads);
-    }
-};
-
-struct RopeTarget {
-    void* data;
-    Format format;
-    int64_t at;
-    float scale;
-
-    __device__ RopeTarget(const RopeParams& p, const RopeHead& h, int index, int64_t slot)
-        : data(p.q.data), format(p.format), at(h.at), scale(1.0f) {
-        if (h.is_q) return;
-        const RopeCache& cache = h.is_v ? p.v_cache : p.k_cache;
-        const int head = h.head(p, index);
+    __device__ __forceinline__ void aim(const RopeParams& p, int kind, int64_t slot) {
+        if (kind == 0) return;
+        const RopeCache& cache = kind == 1 ? p.k_cache : p.v_cache;
         const int64_t page = p.capacity <= INT32_MAX
             ? static_cast<int64_t>(static_cast<uint32_t>(slot) / static_cast<uint32_t>(p.page_size))
             : slot / p.page_size;
-        data = cache.data;
-        format = p.cache_format;
-        at = page * cache.page + (slot - page * p.page_size) * cache.slot + head * cache.head;
-        if (cache.scale && h.exists) scale = cache.scale[head * cache.scale_stride];
+        out = cache.data, out_format = p.cache_format, out_head = cache.head;
+        out_at = page * cache.page + (slot - page * p.page_size) * cache.slot;
+        scale = cache.scale, scale_stride = cache.scale_stride;
     }
 };
 
@@ -143,131 +160,141 @@ __device__ __forceinline__ bool in_range(const RopeParams& p, int64_t slot, int3
     return slot >= 0 && slot < p.capacity && position >= 0 && position < p.max_positions;
 }
 
-// x [D] of this team -> 1 / rms. y: shared memory of the team, head_dim + kRopePartials floats. Whole warps call it.
-__device__ __forceinline__ float team_inverse_rms(const Eight& x, float* y, int lane, bool mine, const RopeParams& p) {
-    const int d = p.head_dim;
-    float* sums = y + d;
-    if (mine) {
-        Float4* at = reinterpret_cast<Float4*>(y + lane * kRopeEach);
-        at[0] = Float4{{x.v[0], x.v[1], x.v[2], x.v[3]}};
-        at[1] = Float4{{x.v[4], x.v[5], x.v[6], x.v[7]}};
-    }
-    __syncwarp();
-    for (int j = lane; j < kRopePartials; j += p.team) {
-        float sum = 0.0f;
-        for (int i = j; i < d / kRopePartials * kRopePartials; i += kRopePartials) sum += y[i] * y[i];
-        sums[j] = sum;
-    }
-    __syncwarp();
-    float total = 0.0f;
-    for (int j = 0; j < kRopePartials; j += 4) {
-        const Float4 s = *reinterpret_cast<const Float4*>(sums + j);
-        for (int i = 0; i < 4; ++i) total += s.v[i];
-    }
-    for (int i = d / kRopePartials * kRopePartials; i < d; ++i) total += y[i] * y[i];
-    return 1.0f / sqrtf(total / static_cast<float>(d) + p.eps);
+__device__ __forceinline__ float inverse_rms(float sum, const RopeParams& p) {
+    return 1.0f / sqrtf(sum / static_cast<float>(p.head_dim) + p.eps);
 }
 
-// The lane's elements [i, i + 8) rotated by the table row cs; neox: rot % 16 == 0, gptj: rot % 8 == 0. Whole warps call it.
-__device__ __forceinline__ Eight team_rotate(const Eight& x, const Eight& c, const Eight& s, int lane, bool low, bool turns,
-                                             const RopeParams& p) {
-    Eight out;
-    if (p.style == 0) {
-        const int team0 = threadIdx.x % 32 - lane, step = p.rot / (2 * kRopeEach);
-        const int other = turns ? team0 + (low ? lane + step : lane - step) : threadIdx.x % 32;
-        for (int j = 0; j < kRopeEach; ++j) {
-            const float b = __shfl_sync(kRopeWarp, x.v[j], other) * s.v[j], a = x.v[j] * c.v[j];
-            out.v[j] = !turns ? x.v[j] : low ? a - b : a + b;
-        }
-    } else {
-        for (int j = 0; j < kRopeEach; j += 2) {
-            const float cos = c.v[j / 2], sin = s.v[j / 2];
-            const float a = x.v[j], b = x.v[j + 1];
-            out.v[j] = turns ? a * cos - b * sin : a;
-            out.v[j + 1] = turns ? b * cos + a * sin : b;
-        }
-    }
-    return out;
+// The sum over the team's lanes (a power of two) of each lane's squares, in every lane. Whole warps call it.
+__device__ __forceinline__ float team_sum_of_squares(const Eight& x, int team) {
+    float sum = 0.0f;
+    for (int j = 0; j < kRopeEach; ++j) sum += x.v[j] * x.v[j];
+    for (int step = 1; step < team; step *= 2) sum += __shfl_xor_sync(kRopeWarp, sum, step);
+    return sum;
 }
 
-// grid: (rows, ceil(heads / teams of a block)); shared: teams * (head_dim + kRopePartials) floats.
-template <Format kFormat>
-__global__ void __launch_bounds__(kRopeThreads) rope_append_teams_kernel(const RopeParams p) {
-    const int64_t row = blockIdx.x;
-    const int team = threadIdx.x / p.team, lane = threadIdx.x % p.team, i = lane * kRopeEach;
-    const int index = blockIdx.y * (kRopeThreads / p.team) + team;
-    const RopeHead h(p, row, index);
-    const bool mine = h.exists && i < p.head_dim;
-    const int64_t slot = p.slots[row];
-    const int32_t position = p.positions[row];
-    Eight x = {}, w = {}, c = {}, s = {};
-    if (mine) x = load_eight(h.in, kFormat, h.at + i);
-    if (mine && h.weight) w = load_eight(h.weight, h.weight_format, i);
-    if (!in_range(p, slot, position)) return;
+// A lane's part of the table row: where its elements pair with others, and cosines and signed sines.
+struct RopeTurn {
+    Eight c, s;
+    int other;   // neox: the lane of the partners
+    bool turns;  // this lane rotates
 
-    const int half = p.rot / 2;
-    const bool low = i < half, turns = mine && !h.is_v && i < p.rot;
-    if (turns) {
-        const float* cs = p.cos_sin + position * static_cast<int64_t>(p.rot);
+    // i: the lane's first element. neox: rot % 16 == 0, gptj: rot % 8 == 0.
+    __device__ __forceinline__ RopeTurn(const RopeParams& p, int64_t position, int lane, int i, bool rotates)
+        : c{}, s{}, other(threadIdx.x % 32), turns(rotates && i < p.rot) {
+        if (!turns) return;
+        const int half = p.rot / 2;
+        const float* cs = p.cos_sin + position * p.rot;
         if (p.style == 0) {
-            const int pair = low ? i : i - half;
+            const bool low = i < half;
+            const int step = half / kRopeEach, pair = low ? i : i - half;
+            other = threadIdx.x % 32 + (low ? step : -step);
             c = load_eight(cs, kF32, pair), s = load_eight(cs, kF32, half + pair);
+            for (int j = 0; j < kRopeEach; ++j) s.v[j] = low ? -s.v[j] : s.v[j];
         } else {
             for (int j = 0; j < 4; ++j) c.v[j] = cs[i / 2 + j], s.v[j] = cs[half + i / 2 + j];
         }
     }
-    const RopeTarget target(p, h, index, slot);
-    if (p.q_norm.weight || p.k_norm.weight) {
-        float* y = reinterpret_cast<float*>(dynamic_shared()) + team * (p.head_dim + kRopePartials);
-        const float r = team_inverse_rms(x, y, lane, mine, p);
-        if (h.weight) {
-            for (int j = 0; j < kRopeEach; ++j) x.v[j] = x.v[j] * r * w.v[j];
+
+    // Whole warps call it.
+    __device__ __forceinline__ void operator()(Eight& x, int style) const {
+        if (style == 0) {
+            Eight y;
+            for (int j = 0; j < kRopeEach; ++j) y.v[j] = __shfl_sync(kRopeWarp, x.v[j], other);
+            if (turns) {
+                for (int j = 0; j < kRopeEach; ++j) x.v[j] = x.v[j] * c.v[j] + y.v[j] * s.v[j];
+            }
+        } else if (turns) {
+            for (int j = 0; j < kRopeEach; j += 2) {
+                const float cos = c.v[j / 2], sin = s.v[j / 2], a = x.v[j], b = x.v[j + 1];
+                x.v[j] = a * cos - b * sin;
+                x.v[j + 1] = b * cos + a * sin;
+            }
         }
     }
-    x = team_rotate(x, c, s, lane, low, turns, p);
-    if (!mine) return;
-    if (target.scale != 1.0f) {
-        for (int j = 0; j < kRopeEach; ++j) x.v[j] = x.v[j] / target.scale;
+};
+
+// grid: (rows, q_blocks + k blocks + v blocks); the heads of a kind go round its blocks' teams.
+template <Format kFormat>
+__global__ void __launch_bounds__(kRopeThreads) rope_append_teams_kernel(const RopeParams p) {
+    const int64_t row = blockIdx.x;
+    const int teams = kRopeThreads / p.team, team = threadIdx.x / p.team, lane = threadIdx.x % p.team, i = lane * kRopeEach;
+    const int y = blockIdx.y, kv_blocks = (static_cast<int>(gridDim.y) - p.q_blocks) / 2;
+    const int kind = y < p.q_blocks ? 0 : y < p.q_blocks + kv_blocks ? 1 : 2;
+    const int block = kind == 0 ? y : kind == 1 ? y - p.q_blocks : y - p.q_blocks - kv_blocks;
+    const int step = teams * (kind == 0 ? p.q_blocks : kv_blocks);
+    RopeWork work(p, kind, row);
+    const int64_t slot = p.slots[row];
+    const int32_t position = p.positions[row];
+    int head = block * teams + team;
+    const bool inside = i < p.head_dim;
+    Eight next = {}, w = {};
+    if (inside && head < work.heads) next = load_eight(work.in, kFormat, work.in_at + head * work.in_head + i);
+    if (inside && work.norm.weight) w = load_eight(work.norm.weight, work.norm.format, i);
+    if (!in_range(p, slot, position)) return;
+
+    const RopeTurn turn(p, position, lane, i, inside && work.turns);
+    work.aim(p, kind, slot);
+    for (int first = block * teams; first < work.heads; first += step, head += step) {
+        Eight x = next;
+        if (inside && head + step < work.heads) {
+            next = load_eight(work.in, kFormat, work.in_at + (head + step) * work.in_head + i);
+        }
+        if (work.norm.weight) {
+            const float r = inverse_rms(team_sum_of_squares(x, p.team), p);
+            for (int j = 0; j < kRopeEach; ++j) x.v[j] = x.v[j] * r * w.v[j];
+        }
+        if (work.turns) turn(x, p.style);
+        if (!inside || head >= work.heads) continue;
+        if (work.scale) {
+            const float scale = work.scale[head * work.scale_stride];
+            for (int j = 0; j < kRopeEach; ++j) x.v[j] = x.v[j] / scale;
+        }
+        store_eight(work.out, work.out_format, work.out_at + head * work.out_head + i, x);
     }
-    store_eight(target.data, target.format, target.at + i, x);
 }
 
 // grid: (rows, ceil(heads / warps of a block)); shared: warps * head_dim floats.
 __global__ void __launch_bounds__(kRopeThreads) rope_append_any_kernel(const RopeParams p) {
     const int64_t row = blockIdx.x;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, d = p.head_dim, half = p.rot / 2;
-    const int index = blockIdx.y * (kRopeThreads / 32) + warp;
-    const RopeHead h(p, row, index);
+    const int index = blockIdx.y * (kRopeThreads / 32) + warp;  // a head of q, then of k, then of v
+    const int kind = index < p.q_heads ? 0 : index < p.q_heads + p.kv_heads ? 1 : 2;
+    const int head = index - (kind == 0 ? 0 : p.q_heads) - (kind == 2 ? p.kv_heads : 0);
     const int64_t slot = p.slots[row];
     const int32_t position = p.positions[row];
-    if (!h.exists || !in_range(p, slot, position)) return;
+    RopeWork work(p, kind, row);
+    if (head >= work.heads || !in_range(p, slot, position)) return;
+    work.aim(p, kind, slot);
     float* y = reinterpret_cast<float*>(dynamic_shared()) + warp * d;
-    for (int i = lane; i < d; i += 32) y[i] = load_one(h.in, p.format, h.at + i);
+    for (int i = lane; i < d; i += 32) y[i] = load_one(work.in, p.format, work.in_at + head * work.in_head + i);
     __syncwarp();
-    if (h.weight) {
-        const int whole = d / kRopePartials * kRopePartials;
-        float partial = 0.0f, total = 0.0f;
-        for (int i = lane % kRopePartials; i < whole; i += kRopePartials) partial += y[i] * y[i];
-        for (int j = 0; j < kRopePartials; ++j) total += __shfl_sync(kRopeWarp, partial, j);
-        for (int i = whole; i < d; ++i) total += y[i] * y[i];
-        const float r = 1.0f / sqrtf(total / static_cast<float>(d) + p.eps);
+    if (work.norm.weight) {
+        float sums[kRopeGroups / 32];  // of the groups lane, lane + 32, ...
+        for (int m = 0; m < kRopeGroups / 32; ++m) {
+            float sum = 0.0f;
+            const int first = kRopeEach * (lane + 32 * m);
+            for (int i = first; i < first + kRopeEach && i < d; ++i) sum += y[i] * y[i];
+            for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(kRopeWarp, sum, step);
+            sums[m] = sum;
+        }
+        const float r = inverse_rms((sums[0] + sums[1]) + (sums[2] + sums[3]), p);
         __syncwarp();
-        for (int i = lane; i < d; i += 32) y[i] = y[i] * r * load_one(h.weight, h.weight_format, i);
+        for (int i = lane; i < d; i += 32) y[i] = y[i] * r * load_one(work.norm.weight, work.norm.format, i);
         __syncwarp();
     }
     const float* cs = p.cos_sin + position * static_cast<int64_t>(p.rot);
-    const RopeTarget target(p, h, index, slot);
+    const float scale = work.scale ? work.scale[head * work.scale_stride] : 1.0f;
     for (int i = lane; i < d; i += 32) {
         float x = y[i];
-        if (!h.is_v && i < p.rot) {
+        if (work.turns && i < p.rot) {
             const bool low = p.style == 0 ? i < half : i % 2 == 0;
             const int pair = p.style == 0 ? (low ? i : i - half) : i / 2;
             const int partner = p.style == 0 ? (low ? i + half : i - half) : i ^ 1;
             const float a = x * cs[pair], b = y[partner] * cs[half + pair];
             x = low ? a - b : a + b;
         }
-        if (target.scale != 1.0f) x = x / target.scale;
-        store_one(target.data, target.format, target.at + i, x);
+        if (scale != 1.0f) x = x / scale;
+        store_one(work.out, work.out_format, work.out_at + head * work.out_head + i, x);
     }
 }
 

@@ -30,9 +30,10 @@ struct Attend {
           row_group(warp / T::kSplit), share(warp % T::kSplit) {}
 
     __device__ __forceinline__ void load_q(const Piece& piece) {
-        constexpr int kChunks = T::kHeadDim / 8;
-        for (int i = threadIdx.x; i < T::kRows * kChunks; i += T::kThreads) {
-            const int row = i / kChunks, chunk = i % kChunks;
+        constexpr int kChunks = T::kHeadDim / 8, kStep = T::kThreads / kChunks;
+        const int chunk = threadIdx.x % kChunks;
+#pragma unroll 4
+        for (int row = threadIdx.x / kChunks; row < T::kRows; row += kStep) {
             const RowTarget t = row_target(p, piece, T::kRows, row);
             const uint16_t* src = static_cast<const uint16_t*>(p.q) + (t.live ? t.row * p.q_row + t.head * p.q_head : 0) + chunk * 8;
             if constexpr (Kv::kBytes == 2) {
@@ -45,30 +46,43 @@ struct Attend {
         }
     }
 
-    // Byte offset of this lane's token of a tile: lanes 0..15 in K, 16..31 in V; -1: no such cell.
-    __device__ __forceinline__ int64_t find_cell(const Piece& piece, int tile_begin) {
-        const int token = lane & 15;
-        const int at = tile_begin + warp * T::kLoadTokens + token;
-        if (token >= T::kLoadTokens || at < piece.keys.first || at >= piece.end) return -1;
-        const unsigned position = static_cast<unsigned>(at), size = p.page_size, column = position / size;
-        const int64_t page = p.table[piece.request * p.table_row + column];
-        if (page < 0 || page >= p.num_pages) return -1;
-        const int64_t slot = position - column * size;
-        return lane < 16 ? page * p.k_page + slot * p.k_slot : page * p.v_page + slot * p.v_slot;
+    // This lane's token of a tile: lanes 0..15 look after K, 16..31 after V of the warp's tokens.
+    __device__ __forceinline__ int position_of(int tile_begin) { return tile_begin + warp * T::kLoadTokens + (lane & 15); }
+
+    // The page of that token, -1: none. The load is used one tile later.
+    __device__ __forceinline__ int find_page(const Piece& piece, int tile_begin) {
+        const int at = position_of(tile_begin);
+        if ((lane & 15) >= T::kLoadTokens || at < piece.keys.first || at >= piece.end) return -1;
+        return p.table[piece.request * p.table_row + p.by_page_size.quotient(static_cast<unsigned>(at))];
+    }
+
+    // The token's row in K or V; null: no such cell.
+    __device__ __forceinline__ const unsigned char* find_cell(const Piece& piece, int tile_begin, int page) {
+        if (page < 0 || page >= p.num_pages) return nullptr;
+        const bool is_k = lane < 16;
+        const unsigned at = static_cast<unsigned>(position_of(tile_begin));
+        const int slot = static_cast<int>(at - p.by_page_size.quotient(at) * p.page_size);
+        return (is_k ? p.k : p.v) + piece.head * (is_k ? p.k_head : p.v_head) + page * (is_k ? p.k_page : p.v_page) +
+               slot * (is_k ? p.k_slot : p.v_slot);
     }
 
     // This warp's tokens of one tile into `stage`; cells that do not exist become zeros.
-    __device__ __forceinline__ void load_tile(const Piece& piece, unsigned char* stage, int64_t cell) {
-        constexpr int kChunks = T::kKvRow / 16, kLoads = T::kLoadTokens * kChunks / 32;
-        const unsigned char* k = p.k + piece.head * p.k_head;
-        const unsigned char* v = p.v + piece.head * p.v_head;
+    __device__ __forceinline__ void load_tile(unsigned char* stage, const unsigned char* cell) {
+        constexpr int kChunks = T::kKvRow / 16, kAtOnce = 32 / kChunks, kLoads = T::kLoadTokens / kAtOnce;
+        const unsigned there = __ballot_sync(kFullWarp, cell != nullptr);
+        const uint64_t mine = reinterpret_cast<uint64_t>(cell);
+        const int first = lane / kChunks, chunk = lane % kChunks;  // the token of the first load, of kAtOnce
+        const int base = swizzled<T::kKvRow>(first, chunk);        // rows of a warp begin at a multiple of 8
+        unsigned char* to = stage + warp * T::kLoadTokens * T::kKvRow;
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-            const int token = (lane + 32 * i) / kChunks, chunk = (lane + 32 * i) % kChunks;
-            const int64_t k_cell = __shfl_sync(kFullWarp, cell, token), v_cell = __shfl_sync(kFullWarp, cell, 16 + token);
-            const int at = swizzled<T::kKvRow>(warp * T::kLoadTokens + token, chunk);
-            cp_async_16(stage + at, k + (k_cell < 0 ? 0 : k_cell + chunk * 16), k_cell >= 0);
-            cp_async_16(stage + T::kStage / 2 + at, v + (v_cell < 0 ? 0 : v_cell + chunk * 16), v_cell >= 0);
+            const int at = (T::kKvRow >= 128 ? base ^ (kAtOnce * i & 7) << 4 : base) + kAtOnce * i * T::kKvRow;
+#pragma unroll
+            for (int v = 0; v < 2; ++v) {
+                const int source = first + kAtOnce * i + 16 * v;
+                const uint64_t row = __shfl_sync(kFullWarp, mine, source);
+                cp_async_16(to + v * (T::kStage / 2) + at, reinterpret_cast<const unsigned char*>(row) + chunk * 16, there >> source & 1);
+            }
         }
     }
 
@@ -119,6 +133,7 @@ struct Attend {
     // seen[row]: the cache positions start .. start + 63 that each row of the tile sees. All threads; ends with a barrier.
     __device__ __forceinline__ void look(const Piece& piece, int start) {
         __syncthreads();
+#pragma unroll 1
         for (int row = threadIdx.x; row < T::kRows; row += T::kThreads) {
             const RowTarget t = row_target(p, piece, T::kRows, row);
             uint64_t bits = 0;
@@ -239,7 +254,7 @@ struct Attend {
                         for (int e = 0; e < 4; ++e) {
                             const float x = s[m][n][e] * scale;  // log2 domain
                             const float w = exp2_approx(-2.0f * fabsf(x) * inverse);  // exp(-2 |score| / softcap)
-                            s[m][n][e] = p.softcap > 0.0f ? p.softcap * kLog2E * copysignf((1.0f - w) / (1.0f + w), x) : x;
+                            s[m][n][e] = p.softcap > 0.0f ? p.softcap * kLog2E * copysignf(__fdividef(1.0f - w, 1.0f + w), x) : x;
                         }
                     }
                 }
@@ -270,20 +285,8 @@ struct Attend {
             end = static_cast<int>(min(static_cast<int64_t>(end), piece.keys.prefix + p.row_base + last));
         }
         const int tiles = end > piece.begin ? (end - piece.begin + T::kTokens - 1) / T::kTokens : 0;
+        int page = tiles > 0 ? find_page(piece, piece.begin) : -1;
         load_q(piece);
-        int64_t cells[kMaxStages - 1];
-#pragma unroll
-        for (int i = 0; i < kMaxStages - 1; ++i) {
-            if (i < stages - 1 && i < tiles) cells[i] = find_cell(piece, piece.begin + i * T::kTokens);
-        }
-#pragma unroll
-        for (int i = 0; i < kMaxStages - 1; ++i) {
-            if (i < stages - 1) {
-                if (i < tiles) load_tile(piece, ring + i * T::kStage, cells[i]);
-                cp_async_commit();
-            }
-        }
-        int64_t ahead = stages - 1 < tiles ? find_cell(piece, piece.begin + (stages - 1) * T::kTokens) : -1;
         const float scale = p.scale * (p.k_scale ? p.k_scale[piece.head * p.k_scale_stride] : 1.0f);
         const int free_end = piece.keys.prefix;  // tiles that end here or before hold prefix only
         const int free_begin = p.window > 0 ? piece.keys.prefix + piece.keys.columns - p.window : 0;
@@ -294,27 +297,31 @@ struct Attend {
 #pragma unroll
             for (int n = 0; n < T::kOt; ++n) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0.0f;
         }
-        int at = 0, into = stages - 1;
-        for (int i = 0; i < tiles; ++i) {
-            wait(stages);
-            if (T::kOwnTokens && i > 0) __syncwarp(); else __syncthreads();  // the first tile also waits for Q
-            if (i == 0) {
-                if constexpr (T::kQInRegisters) {
+        unsigned char *into = ring, *from = ring, *const ring_end = ring + stages * T::kStage;
+#pragma unroll 1
+        for (int i = 1 - stages; i < tiles; ++i) {  // loads tile i + stages - 1, then works on tile i
+            const int load = i + stages - 1, begin = piece.begin + i * T::kTokens;
+            if (i >= 0) {
+                wait(stages);
+                if (T::kOwnTokens && i > 0) __syncwarp(); else __syncthreads();  // the first tile also waits for Q
+            }
+            if (load < tiles) {
+                load_tile(into, find_cell(piece, begin + (stages - 1) * T::kTokens, page));
+                if ((into += T::kStage) == ring_end) into = ring;
+                if (load + 1 < tiles) page = find_page(piece, begin + stages * T::kTokens);
+            }
+            cp_async_commit();
+            if (i < 0) continue;
+            if constexpr (T::kQInRegisters) {
+                if (i == 0) {
 #pragma unroll
                     for (int step = 0; step < T::kHeadDim / 16; ++step) q_fragment(q_fragments[step], 0, step);
                 }
             }
-            const int begin = piece.begin + i * T::kTokens;
-            if (i + stages - 1 < tiles) {
-                load_tile(piece, ring + into * T::kStage, ahead);
-                if (i + stages < tiles) ahead = find_cell(piece, begin + stages * T::kTokens);
-            }
-            cp_async_commit();
             const bool masked = begin + T::kTokens > free_end || begin < free_begin;
             if (masked) look(piece, begin);
-            tile(ring + at * T::kStage, masked, scale);
-            if (++at == stages) at = 0;
-            if (++into == stages) into = 0;
+            tile(from, masked, scale);
+            if ((from += T::kStage) == ring_end) from = ring;
         }
         cp_async_wait<0>();
     }
@@ -339,6 +346,7 @@ struct Attend {
             }
         }
         __syncthreads();
+#pragma unroll 1
         for (int row = threadIdx.x; row < T::kRows; row += T::kThreads) {
             float high = -INFINITY, all = 0.0f;
             for (int w = 0; w < T::kSplit; ++w) high = fmaxf(high, stats[(w * T::kRows + row) * 2]);
@@ -349,7 +357,6 @@ struct Attend {
             if (partial) {
                 partial[T::kRows * T::kHeadDim + row] = high;
                 partial[T::kRows * (T::kHeadDim + 1) + row] = all;
-                total[2 * row + 1] = 1.0f;
             } else {
                 const RowTarget t = row_target(p, piece, T::kRows, row);
                 total[2 * row + 1] = t.live ? finish_row(p, t, piece.head, high, all, true) : 0.0f;
@@ -362,67 +369,87 @@ struct Attend {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = row_group * T::kWarpRows + 16 * m + 8 * h + lane / 4;
-                const float factor = exp2_approx(top[m][h] - total[2 * row]) * total[2 * row + 1];
-                float* to = staged + static_cast<int64_t>(share * T::kRows + row) * T::kHeadDim;
+                const float factor = exp2_approx(top[m][h] - total[2 * row]);
+                float* to = staged + (share * T::kRows + row) * T::kHeadDim;
                 const int swizzle = (row & 3) << 3;
+                if constexpr (Kv::kBytes == 2) {
 #pragma unroll
-                for (int n = 0; n < T::kOt; ++n) {
+                    for (int n = 0; n < T::kOt; ++n) {
+                        *reinterpret_cast<float2*>(to + (8 * n ^ swizzle) + 2 * (lane & 3)) =
+                            float2{o[m][n][2 * h] * factor, o[m][n][2 * h + 1] * factor};
+                    }
+                } else {  // the dims of load_v
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) to[output_dim<T>(n, e, lane) ^ swizzle] = o[m][n][2 * h + e] * factor;
+                    for (int n = 0; n < T::kOt; n += 2) {
+                        *reinterpret_cast<float4*>(to + ((8 * n + 4 * (lane & 3)) ^ swizzle)) =
+                            float4{o[m][n][2 * h] * factor, o[m][n + 1][2 * h] * factor, o[m][n][2 * h + 1] * factor,
+                                   o[m][n + 1][2 * h + 1] * factor};
+                    }
                 }
             }
         }
         __syncthreads();
-        constexpr int kQuads = T::kHeadDim / 4;
-        for (int i = threadIdx.x; i < T::kRows * kQuads; i += T::kThreads) {
-            const int row = i / kQuads, dim = i % kQuads * 4;
-            float4 v = {};
+        constexpr int kQuads = T::kHeadDim / 4, kStep = T::kThreads / kQuads;
+        const int quad = threadIdx.x % kQuads, first = threadIdx.x / kQuads;
+        const float4* quads = reinterpret_cast<const float4*>(staged);
+        const auto gather = [&](int row) {
+            float4 v = quads[row * kQuads + (quad ^ (row & 3) << 1)];
 #pragma unroll
-            for (int w = 0; w < T::kSplit; ++w) {
-                const float4 x = *reinterpret_cast<const float4*>(staged + static_cast<int64_t>(w * T::kRows + row) * T::kHeadDim +
-                                                                  (dim ^ (row & 3) << 3));
+            for (int w = 1; w < T::kSplit; ++w) {
+                const float4 x = quads[(w * T::kRows + row) * kQuads + (quad ^ (row & 3) << 1)];
                 v.x += x.x, v.y += x.y, v.z += x.z, v.w += x.w;
             }
-            if (partial) {
-                __stcg(reinterpret_cast<float4*>(partial + row * T::kHeadDim + dim), v);
-            } else {
-                const RowTarget t = row_target(p, piece, T::kRows, row);
-                if (t.live) store_out(p, t, dim, v);
+            return v;
+        };
+        if (partial) {
+#pragma unroll 8
+            for (int row = first; row < T::kRows; row += kStep) {
+                __stcg(reinterpret_cast<float4*>(partial + row * T::kHeadDim) + quad, gather(row));
             }
+            return;
+        }
+#pragma unroll 4
+        for (int row = first; row < T::kRows; row += kStep) {
+            const RowTarget t = row_target(p, piece, T::kRows, row);
+            const float factor = total[2 * row + 1];
+            const float4 v = gather(row);
+            if (t.live) store_out(p, t, 4 * quad, float4{v.x * factor, v.y * factor, v.z * factor, v.w * factor});
         }
     }
 };
 
 // Rows that belong to no request: out 0, lse -inf.
 __device__ __forceinline__ void clear_padding(const AttentionParams& p) {
-    const int64_t used = p.batch > 0 ? p.cu_nodes[p.batch] : 0;
-    const int64_t heads = static_cast<int64_t>(p.kv_heads) * p.group;
+    const int used = p.batch > 0 ? p.cu_nodes[p.batch] : 0, heads = p.kv_heads * p.group;
+#pragma unroll 1
     for (int64_t row = (used < 0 ? 0 : used) + blockIdx.x; row < p.rows; row += gridDim.x) {
-        for (int64_t i = threadIdx.x; i < heads * p.head_dim; i += blockDim.x) {
-            const int64_t at = row * p.out_row + i / p.head_dim * p.out_head + i % p.head_dim;
-            if (p.q_type == Element::kF32) static_cast<float*>(p.out)[at] = 0.0f;
-            else static_cast<uint16_t*>(p.out)[at] = 0;
+#pragma unroll 1
+        for (int head = 0; head < heads; ++head) {
+#pragma unroll 1
+            for (int i = static_cast<int>(threadIdx.x); i < p.head_dim; i += static_cast<int>(blockDim.x)) {
+                const int64_t at = row * p.out_row + head * p.out_head + i;
+                if (p.q_type == Element::kF32) static_cast<float*>(p.out)[at] = 0.0f;
+                else static_cast<uint16_t*>(p.out)[at] = 0;
+            }
+            if (p.lse && threadIdx.x == 0) p.lse[row * p.lse_row + head] = -INFINITY;
         }
-        if (!p.lse) continue;
-        for (int64_t i = threadIdx.x; i < heads; i += blockDim.x) p.lse[row * p.lse_row + i] = -INFINITY;
     }
 }
 
 // grid: persistent; block: 128 threads; dynamic shared memory: prefix sums, Q, ring (attention_launch).
 template <class T>
 __global__ void __launch_bounds__(128, 2) tree_attention_kernel(const __grid_constant__ AttentionParams p) {
-    __shared__ int64_t scratch[4];
+    __shared__ int scratch[16];
     __shared__ int flag;
     __shared__ Worker worker;
     __shared__ Piece piece;
     int* prefix = reinterpret_cast<int*>(dynamic_shared());
-    const int64_t total = lay_out_work(p, T::kRows, prefix, scratch);
-    if (threadIdx.x == 0) {
-        worker.start(p, total);
-        flag = worker.next(p, prefix, T::kRows, piece);
-    }
+    const Line line = lay_out_work(p, T::kRows, prefix, scratch);
+    if (threadIdx.x == 0) worker.start(line);
     Attend<T> attend(p, dynamic_shared() + prefix_bytes(p.batch));
+#pragma unroll 1
     for (;;) {
+        if (threadIdx.x == 0) flag = worker.next(p, prefix, T::kRows, piece);
         __syncthreads();
         if (!flag) break;
         attend.run(piece);
@@ -431,16 +458,9 @@ __global__ void __launch_bounds__(128, 2) tree_attention_kernel(const __grid_con
             : p.partials + piece_slot(blockIdx.x, piece.start, worker.length) * partial_floats(T::kRows, T::kHeadDim);
         attend.finish(piece, partial);
         if (partial && !p.separate_merge && last_block(p.counters + pieces.first, pieces.count, &flag)) {
-            float* weights = reinterpret_cast<float*>(attend.q_smem);
-            const int most = max(1, T::kQBytes / 4 / pieces.count);
-            for (int row = 0; row < T::kRows; row += most) {
-                if (!row_target(p, piece, T::kRows, row).live) break;
-                merge_rows<T::kHeadDim>(p, piece, pieces, worker.length, T::kRows, row, min(most, T::kRows - row), weights, attend.ring);
-                __syncthreads();
-            }
+            merge_pieces<T::kHeadDim, T::kRows>(p, piece, pieces, worker.length, reinterpret_cast<float*>(attend.ring));
         }
         __syncthreads();
-        if (threadIdx.x == 0) flag = worker.next(p, prefix, T::kRows, piece);
     }
     clear_padding(p);
 }

@@ -9,7 +9,7 @@
 namespace fv {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 
 template <bool kHooks>
 __global__ void __launch_bounds__(kThreads) all_gather_small_kernel(
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads) all_gather_small_kernel(
     uint8_t* out,                   // [local_ranks, world, n]
     int64_t n) {
     const int local = blockIdx.y;
-    Exchange<kHooks> exchange(args, local, gridDim.x, reinterpret_cast<uint32_t*>(dynamic_shared()));
+    Exchange<kHooks> exchange(args, local, reinterpret_cast<uint32_t*>(dynamic_shared()));
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
     const int64_t vectors = (n + 15) / 16;
@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(kThreads) all_gather_small_kernel(
         }
         store_vector(out + exchange.rank * n, i, n, v);
     }
+    exchange.finish(gridDim.x);
     for (int64_t i = thread; i < vectors; i += threads) {
         uint4 got[kMaxRanks];
         exchange.take(((1u << args.world) - 1) & ~(1u << exchange.rank), kGatherRegion, i, got);
@@ -53,8 +54,8 @@ void all_gather_small_cuda(const Tensor x, Tensor out, int64_t comm) {
     int64_t blocks = ceil_div((n + 15) / 16, kThreads);
     blocks = blocks < c.blocks ? blocks : c.blocks;
     auto kernel = comm_has_hooks(c) ? &all_gather_small_kernel<true> : &all_gather_small_kernel<false>;
-    launch.run_resident(kernel, dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(c.local_ranks)), dim3(kThreads), 16,
-                        args, cptr<uint8_t>(x), mptr<uint8_t>(out), n);
+    launch_comm(launch, c, kernel, dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(c.local_ranks)), kThreads, 16, args,
+                cptr<uint8_t>(x), mptr<uint8_t>(out), n);
 }
 
 }  // namespace

@@ -10,7 +10,7 @@
 namespace fv {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 
 template <class T, bool kHooks>
 __global__ void __launch_bounds__(kThreads) all_reduce_kernel(
@@ -19,14 +19,18 @@ __global__ void __launch_bounds__(kThreads) all_reduce_kernel(
     T* out,                   // [local_ranks, n]
     int64_t n) {
     const int local = blockIdx.y;
-    Exchange<kHooks> exchange(args, local, gridDim.x, reinterpret_cast<uint32_t*>(dynamic_shared()));
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
+    x += local * n;
     T* to = out + local * n;
-    Segment<T, kHooks> segment{exchange, x + local * n, n, 0, thread, threads};
+    const bool early = !args.two_shot && thread * Wire<T>::kElements < n;
+    const uint4 first = early ? load_vector(x, thread, n) : make_uint4(0, 0, 0, 0);
+    Exchange<kHooks> exchange(args, local, reinterpret_cast<uint32_t*>(dynamic_shared()));
+    Segment<T, kHooks> segment{exchange, x, n, 0, thread, threads, first, early ? thread : -1};
     auto sink = [&](int64_t j, uint4 v) { store_vector(to, j, n, v); };
     exchange.wipe_old_tags(thread, threads);
     if (!exchange.failed) segment.send_input();
+    exchange.finish(gridDim.x);
     segment.reduce(sink);
     segment.gather(sink);
 }
@@ -40,7 +44,7 @@ void run(const Launch& launch, const fv_comm& c, const Tensor& x, const Tensor& 
     blocks = blocks < c.blocks ? blocks : c.blocks;
     const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(c.local_ranks));
     auto kernel = comm_has_hooks(c) ? &all_reduce_kernel<T, true> : &all_reduce_kernel<T, false>;
-    launch.run_resident(kernel, grid, dim3(kThreads), 16, args, cptr<T>(x), mptr<T>(out), n);
+    launch_comm(launch, c, kernel, grid, kThreads, 16, args, cptr<T>(x), mptr<T>(out), n);
 }
 
 void all_reduce_cuda(const Tensor x, Tensor out, int64_t comm) {

@@ -12,6 +12,7 @@ namespace fv {
 namespace {
 
 constexpr int kThreads = 384;  // so that 168 registers a thread are allowed
+constexpr int kEarly = 3;  // vectors per thread that are loaded before the sum is there: H = 7168 in 16-bit types
 constexpr int kPrefetchBlocks = 32;
 constexpr int64_t kLine = 128;
 
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) all_reduce_rms_norm_kernel(
     uint32_t* scratch = reinterpret_cast<uint32_t*>(smem);   // 2
     float* sums = reinterpret_cast<float*>(smem) + 4;        // 33
     uint4* row_vectors = reinterpret_cast<uint4*>(smem + 160);
-    Exchange<kHooks> exchange(args, local, static_cast<uint32_t>(work_blocks), scratch);
+    Exchange<kHooks> exchange(args, local, scratch);
     exchange.wipe_old_tags(block * kThreads + threadIdx.x, static_cast<int64_t>(work_blocks) * kThreads);
     const int64_t vectors = (hidden + kN - 1) / kN;
     const int64_t slice = args.two_shot ? (vectors + args.world - 1) / args.world : vectors;
@@ -58,6 +59,15 @@ __global__ void __launch_bounds__(kThreads) all_reduce_rms_norm_kernel(
     if (!exchange.failed) {
         for (int64_t row = block; row < rows; row += work_blocks) segment(row).send_input();
     }
+    // what the end of the first row needs, on its way while the peers' data travel
+    uint4 early_residual[kEarly];
+#pragma unroll
+    for (int k = 0; k < kEarly; ++k) {
+        const int64_t j = threadIdx.x + k * kThreads;
+        early_residual[k] = make_uint4(0, 0, 0, 0);
+        if (j < vectors) early_residual[k] = load_vector(residual + block * hidden, j, hidden);
+    }
+    exchange.finish(static_cast<uint32_t>(work_blocks));
     if (args.two_shot) {  // this rank's slices wait in `out` for their row
         for (int64_t row = block; row < rows; row += work_blocks) {
             segment(row).reduce([&](int64_t j, uint4 v) { store_vector(out + row * hidden, j, hidden, v); });
@@ -77,10 +87,10 @@ __global__ void __launch_bounds__(kThreads) all_reduce_rms_norm_kernel(
         }
         __syncthreads();
         float squares = 0.0f;
-        for (int64_t j = threadIdx.x; j < vectors; j += kThreads) {
+        auto add = [&](int64_t j, uint4 old) {
             float sum[kN], r[kN];
             Wire<T>::unpack(row_vectors[j], sum);
-            Wire<T>::unpack(load_vector(residual + row * hidden, j, hidden), r);
+            Wire<T>::unpack(old, r);
 #pragma unroll
             for (int k = 0; k < kN; ++k) r[k] += sum[k];
             const uint4 rounded = Wire<T>::pack(r);
@@ -89,16 +99,38 @@ __global__ void __launch_bounds__(kThreads) all_reduce_rms_norm_kernel(
             Wire<T>::unpack(rounded, r);
 #pragma unroll
             for (int k = 0; k < kN; ++k) squares += r[k] * r[k];
+        };
+#pragma unroll
+        for (int k = 0; k < kEarly; ++k) {
+            const int64_t j = threadIdx.x + k * kThreads;
+            if (j < vectors) add(j, row == block ? early_residual[k] : load_vector(residual + row * hidden, j, hidden));
+        }
+        for (int64_t j = threadIdx.x + kEarly * kThreads; j < vectors; j += kThreads) {
+            add(j, load_vector(residual + row * hidden, j, hidden));
+        }
+        uint4 early_weight[kEarly];
+#pragma unroll
+        for (int k = 0; k < kEarly; ++k) {
+            const int64_t j = threadIdx.x + k * kThreads;
+            early_weight[k] = j < vectors ? load_vector(weight, j, hidden) : make_uint4(0, 0, 0, 0);
         }
         squares = block_reduce(squares, [](float a, float b) { return a + b; }, sums);
         const float scale = 1.0f / __fsqrt_rn(squares / static_cast<float>(hidden) + eps);
-        for (int64_t j = threadIdx.x; j < vectors; j += kThreads) {
+        auto normalize = [&](int64_t j, uint4 weights) {
             float r[kN], w[kN];
             Wire<T>::unpack(row_vectors[j], r);
-            Wire<T>::unpack(load_vector(weight, j, hidden), w);
+            Wire<T>::unpack(weights, w);
 #pragma unroll
             for (int k = 0; k < kN; ++k) r[k] = r[k] * scale * w[k];
             store_vector(out + row * hidden, j, hidden, Wire<T>::pack(r));
+        };
+#pragma unroll
+        for (int k = 0; k < kEarly; ++k) {
+            const int64_t j = threadIdx.x + k * kThreads;
+            if (j < vectors) normalize(j, early_weight[k]);
+        }
+        for (int64_t j = threadIdx.x + kEarly * kThreads; j < vectors; j += kThreads) {
+            normalize(j, load_vector(weight, j, hidden));
         }
         __syncthreads();
     }
@@ -113,8 +145,8 @@ void run(const Launch& launch, const fv_comm& c, const Tensor& x, const Tensor& 
     const dim3 grid(static_cast<unsigned>(work + (ranges > 0 ? kPrefetchBlocks : 0)), static_cast<unsigned>(c.local_ranks));
     const size_t smem = 160 + static_cast<size_t>((hidden * static_cast<int64_t>(sizeof(T)) + 15) / 16 * 16);
     auto kernel = comm_has_hooks(c) ? &all_reduce_rms_norm_kernel<T, true> : &all_reduce_rms_norm_kernel<T, false>;
-    launch.run_resident(kernel, grid, dim3(kThreads), smem, args, cptr<T>(x), mptr<T>(residual), cptr<T>(weight),
-                        mptr<T>(out), cptr<int64_t>(prefetch), ranges, rows, hidden, eps, work);
+    launch_comm(launch, c, kernel, grid, kThreads, smem, args, cptr<T>(x), mptr<T>(residual), cptr<T>(weight),
+                mptr<T>(out), cptr<int64_t>(prefetch), ranges, rows, hidden, eps, work);
 }
 
 void all_reduce_rms_norm_cuda(const Tensor x, Tensor residual, const Tensor weight, Tensor out, const OptTensor prefetch,

@@ -44,7 +44,7 @@ struct fv_comm {
 // state words
 enum CommState : int {
     kEpoch = 0,     // of the next call; never 0
-    kArrived = 1,   // blocks of the running call that have read the epoch
+    kArrived = 1,   // blocks of the running call that are done with the epoch
     kPoison = 2,    // != 0: this rank has given up
     kCommStateWords = 8,
 };

@@ -3,10 +3,11 @@
 //
 // A vector carries its own readiness. Peer memory: every 32-bit word of a slot that waits is kEmpty (a NaN code that
 // arithmetic never makes; a sender rewrites that one value to the canonical NaN), compared as raw bits; the reader puts
-// kEmpty back after reading. Host mailbox: a vector travels as four 8-byte words {data, epoch}; nothing is put back.
+// kEmpty back after reading. Host mailbox: a vector travels as four 8-byte words {data, epoch}, two in each half of the
+// slot, so that a warp's accesses are whole lines (PCIe reads of half lines run at a third of the speed); nothing is put back.
 // Slots exist three times, used in turn by epoch. A rank starts call e + 1 only after all others have started call e,
 // so when a slot is used again its reader has long finished with it; kernels of one rank run in stream order.
-// The epoch is device memory, advanced by the last block to read it: graph replays are never frozen.
+// The epoch is device memory, advanced by the last block of a call: graph replays are never frozen.
 #pragma once
 #include "comm/comm_hooks.cuh"
 #include "comm/fv_comm.h"
@@ -41,18 +42,13 @@ struct Exchange {
     uint32_t buffer;
     bool failed;  // of this thread; what it reads from then on is NaN
 
-    // All threads of a block call it. `scratch`: 2 words of shared memory.
-    __device__ __forceinline__ Exchange(const CommArgs& a, int local, uint32_t blocks, uint32_t* scratch)
+    // All threads of a block call it, and finish() at the end. `scratch`: 2 words of shared memory.
+    __device__ __forceinline__ Exchange(const CommArgs& a, int local, uint32_t* scratch)
         : args(a), me(a.ranks[local]), rank(a.first_rank + local) {
         if (threadIdx.x == 0) {
             const uint32_t e = ld_acquire(&me.state[kEpoch]);
-            const bool dead = me.state[kPoison] != 0 || ld_relaxed_sys(poison_of(me.slabs[rank])) != 0;
-            if (atomic_add_acq_rel(&me.state[kArrived], 1) == blocks - 1) {
-                me.state[kArrived] = 0;
-                st_release(&me.state[kEpoch], e + 1 == 0 ? 1 : e + 1);
-            }
             scratch[0] = e;
-            scratch[1] = dead;
+            scratch[1] = ld_relaxed_sys(&me.state[kPoison]);
         }
         __syncthreads();
         epoch = scratch[0];
@@ -61,21 +57,30 @@ struct Exchange {
         if (failed && threadIdx.x == 0) report(kPoisonedByPeer, 0, 9);
     }
 
+    // The last of the rank's `blocks` to come here advances the epoch: by then all of them have read it.
+    __device__ __forceinline__ void finish(uint32_t blocks) const {
+        if (threadIdx.x == 0 && atomic_add_acq_rel(&me.state[kArrived], 1) == blocks - 1) {
+            me.state[kArrived] = 0;
+            st_release(&me.state[kEpoch], epoch + 1 == 0 ? 1 : epoch + 1);
+        }
+    }
+
     static __device__ __forceinline__ uint32_t* poison_of(uint8_t* slab) { return reinterpret_cast<uint32_t*>(slab); }
 
     // Where `reader` finds what `source` sends. kGatherRegion: small gathers, always tagged.
     struct Slot {
         uint8_t* data;
         bool tagged;
+        int64_t half;  // tagged: bytes from the first two words of a vector to the other two
     };
     __device__ __forceinline__ Slot slot(int reader, int region, int source) const {
         uint8_t* slab = me.slabs[reader];
         if (region == kGatherRegion) {
             const int64_t index = static_cast<int64_t>(buffer) * args.world + source;
-            return Slot{slab + gather_offset(args.world, args.stride) + index * kGatherStride, true};
+            return Slot{slab + gather_offset(args.world, args.stride) + index * kGatherStride, true, kGatherStride / 2};
         }
         const int64_t index = (static_cast<int64_t>(buffer) * 2 + region) * args.world + source;
-        return Slot{slab + kSlabHeader + index * args.stride, args.mailbox};
+        return Slot{slab + kSlabHeader + index * args.stride, args.mailbox, args.stride / 2};
     }
 
     static __device__ __forceinline__ uint4 escape(uint4 v, uint32_t nan) {
@@ -92,7 +97,7 @@ struct Exchange {
         auto half = [&](uint4 w, bool second) {
             if (to.tagged) {
                 const uint4 h = second ? make_uint4(w.z, epoch, w.w, epoch) : make_uint4(w.x, epoch, w.y, epoch);
-                st_relaxed_sys_16(to.data + i * 32 + 16 * second, h);
+                st_relaxed_sys_16(to.data + i * 16 + (second ? to.half : 0), h);
             } else {
                 uint32_t* p = reinterpret_cast<uint32_t*>(to.data + i * 16 + 8 * second);
                 st_relaxed_sys(p, second ? w.z : w.x);
@@ -125,9 +130,10 @@ struct Exchange {
 #pragma unroll
             for (int r = 0; r < kMaxRanks; ++r) {
                 if (!(pending >> r & 1)) continue;
-                const uint8_t* from = slot(rank, region, r).data;
+                const Slot waiting = slot(rank, region, r);
+                const uint8_t* from = waiting.data;
                 if (tagged) {
-                    const uint4 a = ld_relaxed_sys_16(from + i * 32), b = ld_relaxed_sys_16(from + i * 32 + 16);
+                    const uint4 a = ld_relaxed_sys_16(from + i * 16), b = ld_relaxed_sys_16(from + i * 16 + waiting.half);
                     got[r] = make_uint4(a.x, a.z, b.x, b.z);
                     if (a.y == epoch && a.w == epoch && b.y == epoch && b.w == epoch) pending &= ~(1u << r);
                 } else {

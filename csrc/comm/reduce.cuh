@@ -112,8 +112,11 @@ struct Segment {
     __device__ __forceinline__ int64_t vectors() const { return (n + Wire<T>::kElements - 1) / Wire<T>::kElements; }
     __device__ __forceinline__ int64_t slice() const { return (vectors() + world() - 1) / world(); }
     __device__ __forceinline__ int world() const { return exchange.args.world; }
+    // `first`: this thread's own vector number `first_at`, loaded before the epoch was known (-1: none).
+    uint4 first = make_uint4(0, 0, 0, 0);
+    int64_t first_at = -1;
     __device__ __forceinline__ uint4 own(int64_t j) const {
-        return Exchange<kHooks>::escape(load_vector(x, j, n), Wire<T>::kNan);
+        return Exchange<kHooks>::escape(j == first_at ? first : load_vector(x, j, n), Wire<T>::kNan);
     }
 
     // Stage 1: everything peers need of this rank's input.

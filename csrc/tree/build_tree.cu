@@ -7,6 +7,8 @@
 // Cost: about B * (M + N * words) elements. Graph-safe.
 #include <torch/csrc/stable/library.h>
 
+#include "algo/tree_plan.h"
+#include "common/ids.h"
 #include "common/launch.h"
 #include "tree/select.cuh"
 #include "tree/tree_args.h"
@@ -15,55 +17,45 @@ namespace fv {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-constexpr int64_t kStaticShared = 24 * 1024;      // an upper bound of the arrays of the kernel
-constexpr int64_t kMaxPool = int64_t{1} << 19;
 
 struct BuildTree {
-    const float* pool_scores;         // [B, pool]
-    const void* pool_tokens;          // [B, pool] int32 or int64
-    const int32_t* pool_parents;      // [B, pool]
-    const void* root_tokens;          // [B] int32 or int64
+    const float* pool_scores;             // [B, pool]
+    IdView pool_tokens;                   // [B, pool]
+    const int32_t* pool_parents;          // [B, pool]
+    IdView root_tokens;                   // [B]
     const int32_t *prefix_len, *active;   // [B]
-    void* tokens;                     // [rows] int32 or int64
-    int32_t* parents;                 // [rows]
-    uint64_t* mask;                   // [rows, words]
-    int32_t *depth, *positions;       // [rows]
-    int32_t *cu_nodes, *flags;        // [B+1], [B]
+    IdStore tokens;                       // [rows]
+    int32_t* parents;                     // [rows]
+    uint64_t* mask;                       // [rows, words]
+    int32_t *depth, *positions;           // [rows]
+    int32_t *cu_nodes, *flags;            // [B+1], [B]
     int64_t batch, pool, rows, num_nodes, vocab_size;
-    int words, count_warps;           // warps that count earlier requests
-    bool wide_pool, wide_root, wide_out, stored;
+    int words, count_warps;               // warps that count earlier requests
+    bool stored;
 };
 
-__device__ __forceinline__ int64_t load_id(const void* ids, bool wide, int64_t i) {
-    return wide ? static_cast<const int64_t*>(ids)[i] : static_cast<const int32_t*>(ids)[i];
-}
-__device__ __forceinline__ void store_id(void* ids, bool wide, int64_t i, int64_t id) {
-    if (wide) static_cast<int64_t*>(ids)[i] = id;
-    else static_cast<int32_t*>(ids)[i] = static_cast<int32_t>(id);
-}
-
 // One warp: live entries of a pool, counted from its start until there are `want`. bits: one bit per entry, of this warp.
-__device__ __forceinline__ int64_t count_alive(
-    const float* __restrict__ scores, const int32_t* __restrict__ parents, int64_t size, int64_t want, uint32_t* bits) {
-    constexpr int kBatch = 4;
+__device__ __forceinline__ int count_alive(
+    const float* __restrict__ scores, const int32_t* __restrict__ parents, int size, int want, uint32_t* bits) {
+    constexpr int kBatch = 2;
     const int lane = threadIdx.x & 31;
-    int64_t alive = 0;
-    for (int64_t first = 0; first < size && alive < want; first += 32 * kBatch) {
+    int alive = 0;
+    for (int first = 0; first < size && alive < want; first += 32 * kBatch) {
         float score[kBatch];
         int32_t parent[kBatch];
 #pragma unroll
         for (int u = 0; u < kBatch; ++u) {
-            const int64_t i = first + 32 * u + lane;
+            const int i = first + 32 * u + lane;
             score[u] = i < size ? scores[i] : minus_infinity();
             parent[u] = i < size ? parents[i] : -1;
         }
 #pragma unroll
         for (int u = 0; u < kBatch; ++u) {
-            const int64_t start = first + 32 * u, i = start + lane;
-            const int64_t p = parent[u];
+            const int start = first + 32 * u, i = start + lane;
+            const int p = parent[u];
             bool ok = not_nan(score[u]) > minus_infinity() && valid_parent(parent[u], i);
             if (ok && p >= 0 && p < start) ok = bits[p >> 5] >> (p & 31) & 1;
-            int up = ok && p >= start ? static_cast<int>(p - start) : -1;  // within these 32
+            int up = ok && p >= start ? p - start : -1;  // within these 32
             while (__any_sync(kFullWarp, up >= 0)) {
                 const int at = up < 0 ? lane : up;
                 const bool parent_ok = __shfl_sync(kFullWarp, static_cast<int>(ok), at) != 0;
@@ -109,11 +101,12 @@ struct Entry {
 
 __device__ __forceinline__ Entry load_entry(const BuildTree& a, int64_t b, int i, bool with_token) {
     const int64_t at = b * a.pool + i;
-    return {a.pool_scores[at], a.pool_parents[at], with_token ? load_id(a.pool_tokens, a.wide_pool, at) : 0};
+    return {a.pool_scores[at], a.pool_parents[at], with_token ? a.pool_tokens[at] : 0};
 }
 
 __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildTree a) {
     __shared__ int32_t chosen[kMaxNodes], up[kMaxNodes], jump[kMaxThreads], warp_counts[32], flags;
+    __shared__ uint32_t reduced[33];
     __shared__ int64_t token_of[kMaxNodes], first_rows[32];
     __shared__ SelectShared select;
     uint32_t* const orders = reinterpret_cast<uint32_t*>(dynamic_shared());  // [pool], or bits of phase A
@@ -135,8 +128,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
     if (lane == 0) first_rows[warp] = before;
     if (t == 0) flags = 0;
     __syncthreads();
-    int64_t base = 0;
-    for (int w = 0; w < warps; ++w) base += first_rows[w];
+    const auto first_row = [&] {
+        int64_t sum = 0;
+        for (int w = 0; w < warps; ++w) sum += first_rows[w];
+        return sum;
+    };
 
     int nodes = 0;
     if (live) {
@@ -145,8 +141,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
         const int32_t* const parents = a.pool_parents + b * M;
         int alive = 0;
         bool bad = false;
+        uint32_t least = ~0u, most = 0;  // orders of living entries
+        Entry ahead = own;
         for (int start = 0; start < M; start += threads) {
             const int i = start + t;
+            const Entry e = ahead;
+            if (a.stored && i + threads < M) ahead = load_entry(a, b, i + threads, false);
             uint32_t order = kOrderedMinusInf;
             if (!a.stored) {
                 if (i < M) {
@@ -154,11 +154,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
                     bad = bad || !valid_parent(parents[i], i);
                 }
                 alive += __syncthreads_count(order > kOrderedMinusInf);
+                least = order > kOrderedMinusInf && order < least ? order : least;
+                most = order > most ? order : most;
                 continue;
             }
             int next = -1;  // an ancestor among these entries that is not taken in yet
             if (i < M) {
-                const Entry e = start == 0 ? own : load_entry(a, b, i, false);
                 const int p = e.parent;
                 if (valid_parent(p, i)) {
                     order = own_order(e.score);
@@ -189,6 +190,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
                 }
             }
             alive += __syncthreads_count(order > kOrderedMinusInf);
+            least = order > kOrderedMinusInf && order < least ? order : least;
+            most = order > most ? order : most;
         }
         if (bad) atomicOr(&flags, kFlagBadTree);
 
@@ -200,7 +203,15 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
             const auto each = [&](const auto& f) {
                 for (int i = t; i < M; i += threads) f(short_key(order_of(i), static_cast<uint32_t>(i)));
             };
-            cut = block_select(each, cut, short_key(ordered_bits(0.0f), 0), static_cast<uint32_t>(n), select);
+            uint64_t high = short_key(ordered_bits(0.0f), 0);
+            if (M > 2 * threads) {  // a narrow range spreads the first digits: fewer threads at one counter
+                least = block_reduce(least, [](uint32_t x, uint32_t y) { return x < y ? x : y; }, reduced);
+                __syncthreads();
+                most = block_reduce(most, [](uint32_t x, uint32_t y) { return x > y ? x : y; }, reduced);
+                cut = static_cast<uint64_t>(least) << kIdBits;
+                high = short_key(most, 0);
+            }
+            cut = block_select(each, cut, high, static_cast<uint32_t>(n), select);
         }
 
         // D: the chosen entries, ascending
@@ -225,9 +236,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
         nodes = 1 + n;
 
         // E: rows
+        const int64_t base = first_row();
         if (t == 0) {
             up[0] = -1;
-            token_of[0] = load_id(a.root_tokens, a.wide_root, b);
+            token_of[0] = a.root_tokens[b];
         }
         for (int node = 1 + t; node < nodes; node += threads) {
             const int32_t p = up[node];
@@ -242,7 +254,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
         for (int node = t; node < nodes; node += threads) {
             const int64_t row = base + node;
             int32_t flag = 0, depth = 0;
-            store_id(a.tokens, a.wide_out, row, clamp_token(token_of[node], a.vocab_size, &flag));
+            a.tokens.set(row, clamp_token(token_of[node], a.vocab_size, &flag));
             if (flag) atomicOr(&flags, flag);
             uint64_t* const words = a.mask + row * a.words;
             uint64_t bits = 0;
@@ -266,7 +278,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
         __syncthreads();
     }
 
-    const int64_t end = base + nodes;
+    const int64_t end = first_row() + nodes;
     if (t == 0) {
         if (b == 0) a.cu_nodes[0] = 0;
         if (b < a.batch) {
@@ -276,7 +288,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
     }
     if (b + 1 < a.batch) return;
     for (int64_t row = end + t; row < a.rows; row += threads) {  // the last block: padding
-        store_id(a.tokens, a.wide_out, row, 0);
+        a.tokens.set(row, 0);
         a.parents[row] = -1;
         a.depth[row] = a.positions[row] = 0;
         for (int w = 0; w < a.words; ++w) a.mask[row * a.words + w] = 0;
@@ -294,18 +306,15 @@ void build_tree_cuda(
              describe(pool_scores), ". Fix: draft fewer levels or a narrower beam.");
     const auto wide = [](const Tensor& t) { return t.scalar_type() == ScalarType::Long; };
     const Launch launch("build_tree", pool_scores);
-    const int64_t bitset = 4 * ((s.pool + 31) / 32), room = launch.props.max_smem - kStaticShared;
-    const bool stored = 32 * bitset <= room;  // 32 bitsets are exactly the bytes of the scores
-    const int64_t threads = std::clamp<int64_t>(32 * ((s.pool + 31) / 32), 256, kMaxThreads);
-    const int64_t warps = std::min<int64_t>(threads / 32, stored || bitset == 0 ? 32 : room / bitset);
-    const BuildTree a{cptr<float>(pool_scores), pool_tokens.const_data_ptr(), cptr<int32_t>(pool_parents),
-                      root_tokens.const_data_ptr(), cptr<int32_t>(prefix_len), cptr<int32_t>(active),
-                      tokens.mutable_data_ptr(), mptr<int32_t>(parents), mptr<uint64_t>(mask), mptr<int32_t>(depth),
-                      mptr<int32_t>(positions), mptr<int32_t>(cu_nodes), mptr<int32_t>(flags), s.batch, s.pool, s.rows,
-                      num_nodes, vocab_size, static_cast<int>(s.words), static_cast<int>(warps), wide(pool_tokens),
-                      wide(root_tokens), wide(tokens), stored};
-    launch.run(build_tree_kernel, dim3(static_cast<unsigned>(s.batch > 0 ? s.batch : 1)), dim3(static_cast<unsigned>(threads)),
-               static_cast<size_t>(stored ? 32 * bitset : warps * bitset), a);
+    const BuildTreeShape shape = build_tree_shape(s.pool, launch.props.max_smem);
+    const BuildTree a{cptr<float>(pool_scores), {pool_tokens.const_data_ptr(), wide(pool_tokens)},
+                      cptr<int32_t>(pool_parents), {root_tokens.const_data_ptr(), wide(root_tokens)},
+                      cptr<int32_t>(prefix_len), cptr<int32_t>(active), {tokens.mutable_data_ptr(), wide(tokens)},
+                      mptr<int32_t>(parents), mptr<uint64_t>(mask), mptr<int32_t>(depth), mptr<int32_t>(positions),
+                      mptr<int32_t>(cu_nodes), mptr<int32_t>(flags), s.batch, s.pool, s.rows, num_nodes, vocab_size,
+                      static_cast<int>(s.words), shape.count_warps, shape.stored};
+    launch.run(build_tree_kernel, dim3(static_cast<unsigned>(s.batch > 0 ? s.batch : 1)),
+               dim3(static_cast<unsigned>(shape.threads)), static_cast<size_t>(shape.smem), a);
 }
 
 }  // namespace

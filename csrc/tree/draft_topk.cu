@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// draft_topk on CUDA: one block per row, one launch. Bit-equal to draft_topk.cpp.
-// Pass 1 takes the maximum of every group of 8 threads; the k-th largest of these 128 maxima bounds the k-th value from
-// below. Pass 2 (the row is in L1 or L2 by now) sums the fixed-point masses and collects the entries that reach the bound,
-// about 1.3 k of them; ranking these gives the result. More than kCandidates of them (ties): an exact radix selection.
+// draft_topk on CUDA: a cluster of 1 to 8 blocks per row (algo/tree_plan.h), one launch. Bit-equal to draft_topk.cpp.
+// Pass 1 takes the maximum of every group of 8 threads; the k-th largest of all these maxima bounds the k-th value from
+// below. Pass 2 (the slice is in L1 by now) sums the fixed-point masses and collects the entries that reach the bound, little
+// more than k of them; the first block ranks them and writes. More than kCandidates of them (ties): it selects exactly.
+// All shared memory is dynamic: blocks of a cluster write into each other's.
 // Cost: reads R * Vd logits from memory once. Graph-safe. Instantiations: float, half, bfloat16.
 #include <torch/csrc/stable/library.h>
 
 #include "algo/convert.h"
 #include "algo/numeric.h"
+#include "algo/tree_plan.h"
 #include "common/launch.h"
 #include "tree/select.cuh"
 #include "tree/tree_args.h"
@@ -18,7 +20,9 @@ namespace {
 constexpr int kThreads = 1024;
 constexpr int kGroups = kThreads / 8;
 constexpr int kCandidates = 256;
+constexpr int kWarps = kThreads / 32;
 static_assert(kGroups >= kMaxBeam, "the bound needs k group maxima");
+static_assert(kThreads / kGroups >= kTreeCluster, "a thread of a group for every block of a cluster");
 
 struct Float {
     using Storage = float;
@@ -45,27 +49,28 @@ struct BFloat16 {
     static __device__ __forceinline__ float decode(uint16_t x) { return bf16_to_float(x); }
 };
 
-// f(values, count, first id) for runs of entries of the row that this thread owns: 16-byte loads, kBatch in flight; the
-// ends one by one. Unused values are -inf.
+// f(values, count, first id) for runs of entries of the row that this thread owns, block `slice` of `slices`: 16-byte loads,
+// kBatch in flight; the ends one by one. Unused values are -inf.
 template <class Type, int kBatch, class F>
-__device__ __forceinline__ void each_run(const typename Type::Storage* __restrict__ row, int n, const F& f) {
+__device__ __forceinline__ void each_run(const typename Type::Storage* __restrict__ row, int n, int slice, int slices, const F& f) {
     constexpr int kPer = Type::kPer;
     const int unaligned = static_cast<int>((16 - (reinterpret_cast<uintptr_t>(row) & 15)) & 15) /
                           static_cast<int>(sizeof(typename Type::Storage));
     const int head = unaligned < n ? unaligned : n, vectors = (n - head) / kPer, tail = head + vectors * kPer;
     const uint4* __restrict__ body = reinterpret_cast<const uint4*>(row + head);
+    const int step = slices * kThreads;
     float x[kPer];
 #pragma unroll 1
-    for (int first = threadIdx.x; first < vectors; first += kBatch * kThreads) {
+    for (int first = slice * kThreads + static_cast<int>(threadIdx.x); first < vectors; first += kBatch * step) {
         uint4 raw[kBatch];
 #pragma unroll
         for (int u = 0; u < kBatch; ++u) {
-            const int v = first + u * kThreads;
+            const int v = first + u * step;
             if (v < vectors) raw[u] = body[v];
         }
 #pragma unroll
         for (int u = 0; u < kBatch; ++u) {
-            const int v = first + u * kThreads;
+            const int v = first + u * step;
             if (v >= vectors) break;
 #pragma unroll
             for (int j = 0; j < kPer; ++j) x[j] = Type::decode(raw[u], j);
@@ -75,7 +80,7 @@ __device__ __forceinline__ void each_run(const typename Type::Storage* __restric
 #pragma unroll
     for (int j = 1; j < kPer; ++j) x[j] = minus_infinity();
 #pragma unroll 1
-    for (int end = 0; end < 2; ++end) {  // the fewer than kPer entries before and after
+    for (int end = 0; end < 2 && slice == 0; ++end) {  // the fewer than kPer entries before and after
         const int id = end ? tail + static_cast<int>(threadIdx.x) : static_cast<int>(threadIdx.x);
         if (id >= (end ? n : head)) continue;
         x[0] = Type::decode(row[id]);
@@ -86,6 +91,25 @@ __device__ __forceinline__ void each_run(const typename Type::Storage* __restric
 constexpr float kFloatMax = 3.402823466e+38f;
 __device__ __forceinline__ float finite_or_lowest(float x) { return x <= kFloatMax ? x : minus_infinity(); }
 
+struct TopkShared {
+    uint64_t keys[kCandidates], masses[kTreeCluster * kWarps];  // of the first block: what all blocks have found
+    float group_max[kGroups], maxima[kTopkMaxima], top, bound;  // maxima: the k largest group maxima of every block
+    uint32_t found;
+    SelectShared select;
+};
+
+// The rank of x[i] among `count` values, larger first, then lower index, by kShare neighbouring threads: all get it.
+template <int kShare>
+__device__ __forceinline__ int rank_of(const float* x, int count, int i) {
+    const float own = i < count ? x[i] : 0.0f;
+    int rank = 0;
+#pragma unroll 4
+    for (int g = static_cast<int>(threadIdx.x) % kShare; g < count; g += kShare) rank += x[g] > own || (x[g] == own && g < i);
+#pragma unroll
+    for (int d = kShare / 2; d > 0; d >>= 1) rank += __shfl_xor_sync(kFullWarp, rank, d);
+    return rank;
+}
+
 template <class Type>
 __global__ void __launch_bounds__(kThreads) draft_topk_kernel(
     const typename Type::Storage* __restrict__ logits,  // [R, n], rows `stride` entries apart
@@ -95,97 +119,111 @@ __global__ void __launch_bounds__(kThreads) draft_topk_kernel(
     int64_t last,
     float* __restrict__ values,            // [R, k]
     int32_t* __restrict__ tokens,          // [R, k]
-    int n, int k) {
-    __shared__ float group_max[kGroups];
-    __shared__ float bound_shared, top_shared;
-    __shared__ uint64_t keys[kCandidates], sums[33];
-    __shared__ uint32_t found;
-    __shared__ SelectShared select;
-
-    const int64_t r = blockIdx.x;
-    const int t = threadIdx.x;
+    int n, int k, int blocks) {            // blocks: of a cluster
+    constexpr int kPer = Type::kPer;
+    TopkShared& s = *reinterpret_cast<TopkShared*>(dynamic_shared());
+    const int own_rank = static_cast<int>(cluster_rank()), t = threadIdx.x;
+    const int64_t r = blockIdx.x / static_cast<unsigned>(blocks);
     values += r * k;
     tokens += r * k;
-    if (cu_nodes && r >= cu_nodes[last]) {
-        if (t < k) values[t] = 0.0f, tokens[t] = 0;
+    if (cu_nodes && r >= cu_nodes[last]) {  // all blocks of the cluster
+        if (own_rank == 0 && t < k) values[t] = 0.0f, tokens[t] = 0;
         return;
     }
     const typename Type::Storage* const row = logits + r * stride;
 
     float best = minus_infinity();
-    each_run<Type, 4>(row, n, [&](const float (&x)[Type::kPer], int, int) {
+    each_run<Type, 4>(row, n, own_rank, blocks, [&](const float (&x)[kPer], int, int) {
 #pragma unroll
-        for (int j = 0; j < Type::kPer; ++j) best = fmaxf(best, x[j]);  // drops NaN
+        for (int j = 0; j < kPer; ++j) best = fmaxf(best, x[j]);  // drops NaN
     });
     if (best > kFloatMax) {  // +inf is left out too
         best = minus_infinity();
-        each_run<Type, 1>(row, n, [&](const float (&x)[Type::kPer], int, int) {
+        each_run<Type, 1>(row, n, own_rank, blocks, [&](const float (&x)[kPer], int, int) {
 #pragma unroll
-            for (int j = 0; j < Type::kPer; ++j) best = fmaxf(best, finite_or_lowest(x[j]));
+            for (int j = 0; j < kPer; ++j) best = fmaxf(best, finite_or_lowest(x[j]));
         });
     }
     best += 0.0f;
 #pragma unroll
     for (int d = 4; d > 0; d >>= 1) best = fmaxf(best, __shfl_xor_sync(kFullWarp, best, d));
-    if (t % 8 == 0) group_max[t / 8] = best;
-    if (t == 0) found = 0;
-    __syncthreads();
-    if (t < kGroups) {
-        const float own = group_max[t];
-        int rank = 0;
-#pragma unroll 8
-        for (int g = 0; g < kGroups; ++g) rank += group_max[g] > own || (group_max[g] == own && g < t);
-        if (rank == 0) top_shared = own;
-        if (rank == k - 1) bound_shared = own;
+    if (t % 8 == 0) s.group_max[t / 8] = best;
+    if (t == 0) s.found = 0;
+    cluster_barrier();  // all blocks have started: their memory may be written
+    {
+        constexpr int kShare = kThreads / kGroups;
+        const int group = t / kShare, rank = rank_of<kShare>(s.group_max, kGroups, group);
+        if (rank < k && t % kShare < blocks) {  // one thread for each block that is told (at most 8)
+            cluster_map(s.maxima, static_cast<uint32_t>(t % kShare))[own_rank * k + rank] = s.group_max[group];
+        }
+    }
+    cluster_barrier();
+    {
+        constexpr int kShare = kThreads / kTopkMaxima;
+        const int i = t / kShare, rank = rank_of<kShare>(s.maxima, blocks * k, i);
+        if (i < blocks * k && rank == 0) s.top = s.maxima[i];
+        if (i < blocks * k && rank == k - 1) s.bound = s.maxima[i];
     }
     __syncthreads();
 
-    const float top = top_shared, bound = bound_shared;
+    TopkShared& leader = *cluster_map(&s, 0);  // the first block's
+    const float top = s.top, bound = s.bound;
     const bool empty = top == minus_infinity();
     const float finite_top = empty ? 0.0f : top;
     uint64_t mass = 0;
-    each_run<Type, 4>(row, n, [&](const float (&raw)[Type::kPer], int count, int first) {
-        float x[Type::kPer], largest = minus_infinity();
+    bool full = false;
+    each_run<Type, 4>(row, n, own_rank, blocks, [&](const float (&raw)[kPer], int count, int first) {
+        float x[kPer], largest = minus_infinity();
 #pragma unroll
-        for (int j = 0; j < Type::kPer; ++j) {
+        for (int j = 0; j < kPer; ++j) {
             x[j] = finite_or_lowest(raw[j]);
             mass += mass_of(x[j], finite_top);  // 0 for -inf
             largest = fmaxf(largest, x[j]);
         }
-        if (largest >= bound) {
+        if (largest >= bound && !full) {
 #pragma unroll
-            for (int j = 0; j < Type::kPer; ++j) {
+            for (int j = 0; j < kPer; ++j) {
                 if (j >= count || x[j] < bound) continue;
-                const uint32_t at = atomicAdd(&found, 1u);
-                if (at < kCandidates) keys[at] = short_key(ordered_bits(x[j] + 0.0f), static_cast<uint32_t>(first + j));
+                const uint32_t at = atomicAdd(&leader.found, 1u);
+                full = at >= kCandidates;
+                if (full) break;
+                leader.keys[at] = short_key(ordered_bits(x[j] + 0.0f), static_cast<uint32_t>(first + j));
             }
         }
     });
-    mass = block_reduce(mass, [](uint64_t a, uint64_t b) { return a + b; }, sums);
-    uint32_t count = found;
+    mass = warp_sum(mass);
+    if (t % 32 == 0) leader.masses[own_rank * kWarps + t / 32] = mass;
+    cluster_barrier();
+    if (own_rank != 0) return;
+    uint32_t count = s.found;
     if (count > kCandidates) {
         const auto each_key = [&](const auto& f) {
-            each_run<Type, 1>(row, n, [&](const float (&x)[Type::kPer], int count, int first) {
+            each_run<Type, 1>(row, n, 0, 1, [&](const float (&x)[kPer], int run, int first) {
 #pragma unroll
-                for (int j = 0; j < Type::kPer; ++j) {
-                    if (j < count) f(short_key(ordered_bits(finite_or_lowest(x[j]) + 0.0f), static_cast<uint32_t>(first + j)));
+                for (int j = 0; j < kPer; ++j) {
+                    if (j < run) f(short_key(ordered_bits(finite_or_lowest(x[j]) + 0.0f), static_cast<uint32_t>(first + j)));
                 }
             });
         };
         const uint64_t cut = block_select(each_key, static_cast<uint64_t>(ordered_bits(bound)) << kIdBits,
-                                          short_key(ordered_bits(top), 0), static_cast<uint32_t>(k), select);
-        if (t == 0) found = 0;
+                                          short_key(ordered_bits(top), 0), static_cast<uint32_t>(k), s.select);
+        if (t == 0) s.found = 0;
         __syncthreads();
         each_key([&](uint64_t key) {
-            if (key >= cut) keys[atomicAdd(&found, 1u)] = key;
+            if (key >= cut) s.keys[atomicAdd(&s.found, 1u)] = key;
         });
         __syncthreads();
         count = static_cast<uint32_t>(k);
     }
+    if (t - t % 32 >= count) return;  // whole warps, for the sum
+    mass = 0;
+    for (int w = t % 32; w < blocks * kWarps; w += 32) mass += s.masses[w];
+    mass = warp_sum(mass);
     if (t >= count) return;
-    const uint64_t key = keys[t];
+    const uint64_t key = s.keys[t];
     int rank = 0;
-    for (uint32_t i = 0; i < count; ++i) rank += keys[i] > key;
+#pragma unroll 4
+    for (uint32_t i = 0; i < count; ++i) rank += s.keys[i] > key;
     if (rank >= k) return;
     const uint32_t id = short_key_index(key);
     const float log_sum = empty ? 0.0f : log_mass(mass);
@@ -197,10 +235,13 @@ template <class Type>
 void launch_draft_topk(const Tensor& logits, const OptTensor& d2t, const OptTensor& cu_nodes, const Tensor& values,
                        const Tensor& tokens, const DraftTopkSizes& s) {
     const Launch launch("draft_topk", logits);
-    launch.run(draft_topk_kernel<Type>, dim3(static_cast<unsigned>(s.rows)), dim3(kThreads), 0,
-               cptr<typename Type::Storage>(logits), logits.stride(0), cptr<int64_t>(d2t), cptr<int32_t>(cu_nodes),
-               cu_nodes ? cu_nodes->size(0) - 1 : 0, mptr<float>(values), mptr<int32_t>(tokens), static_cast<int>(s.n),
-               static_cast<int>(s.k));
+    const int blocks = topk_cluster(s.rows, s.n, s.k, launch.props.major, launch.props.sms);
+    FV_CHECK(s.rows * blocks <= INT32_MAX, "draft_topk: logits must be at most ", INT32_MAX, " rows on CUDA; got ",
+             describe(logits), ". Fix: pass the rows of one step.");
+    launch.run_cluster(draft_topk_kernel<Type>, blocks, dim3(static_cast<unsigned>(s.rows * blocks)), dim3(kThreads),
+                       sizeof(TopkShared), cptr<typename Type::Storage>(logits), logits.stride(0), cptr<int64_t>(d2t),
+                       cptr<int32_t>(cu_nodes), cu_nodes ? cu_nodes->size(0) - 1 : 0, mptr<float>(values),
+                       mptr<int32_t>(tokens), static_cast<int>(s.n), static_cast<int>(s.k), blocks);
 }
 
 void draft_topk_cuda(

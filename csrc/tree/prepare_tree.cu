@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "algo/schedule.h"
+#include "algo/tree_plan.h"
 #include "common/launch.h"
 #include "common/warp.cuh"
 #include "tree/tree_args.h"
@@ -245,7 +246,7 @@ void prepare_tree_cuda(
                         mptr<int64_t>(slots), mptr<int32_t>(first_child), mptr<int32_t>(next_sibling),
                         mptr<int32_t>(schedule), mptr<int32_t>(flags), s.batch, s.rows, page_table.size(1), page_size,
                         row_base, mask ? static_cast<int>(mask->size(1)) : 0};
-    const int threads = s.rows > 256 * s.batch ? 1024 : 256;
+    const int threads = prepare_tree_threads(s.rows, s.batch);
     const Launch launch("prepare_tree", cu_nodes);
     launch.run(prepare_tree_kernel, dim3(static_cast<unsigned>(s.batch + 1)), dim3(threads), 0, a);
 }

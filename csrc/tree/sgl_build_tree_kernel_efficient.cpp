@@ -22,7 +22,7 @@ void sgl_build_tree_kernel_efficient_cpu(
     std::vector<int64_t> prefix(t.batch + 1, 0);
     for (int64_t b = 0; b < t.batch; ++b) prefix[b + 1] = prefix[b] + t.seq_len[b];
     torch::stable::parallel_for(0, t.batch, 4, [&](int64_t begin, int64_t end) {
-        std::vector<int32_t> parent(n);
+        std::vector<int32_t> parent(n), first(n), sibling(n);
         std::vector<uint8_t> row(n);
         for (int64_t b = begin; b < end; ++b) {
             const int64_t* selected = t.selected + b * (n - 1);
@@ -31,11 +31,13 @@ void sgl_build_tree_kernel_efficient_cpu(
             for (int32_t i = 1; i < n; ++i) {
                 parent[i] = sgl_parent(selected, n, i, t.topk, t.parent_list + b * t.listed, t.listed, ascending);
             }
+            sgl_link_nodes(parent.data(), n, first.data(), sibling.data());
             for (int32_t i = 0; i < n; ++i) {
                 std::fill(row.begin(), row.end(), 0);
                 row[0] = 1;
-                const int32_t depth_of = sgl_ancestors(parent.data(), n, i, [&](int32_t a) { row[a] = 1; });
-                t.links.write(b, n, parent.data(), i, t.seq_len[b] + depth_of);
+                sgl_ancestors(parent.data(), n, i, [&](int32_t a) { row[a] = 1; });
+                t.links.write(b, n, i, first[i], sibling[i]);
+                t.links.positions[b * n + i] = t.seq_len[b] + std::count(row.begin() + 1, row.end(), 1);
                 const int64_t start = t.row_start(b, i, prefix[b]);
                 const bool packed = t.mode >= kSglMaskBits;
                 const int64_t size = packed ? sgl_row_bytes(n, t.mode) : n;

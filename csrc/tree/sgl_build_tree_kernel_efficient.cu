@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // sgl_build_tree_kernel_efficient: SGLang's candidate list -> tree mask, positions and links.
 // One block per request, the candidate list in shared memory: every thread finds the parent of its node (by bisection when
-// the list ascends, as SGLang's does), then its links, and every warp writes whole mask rows.
+// the list ascends, as SGLang's does), one warp links the nodes, and every warp writes whole mask rows.
 // Cost: N*N mask bytes and 40 bytes per node, one launch. Graph-safe. No template.
 #include <torch/csrc/stable/library.h>
 
 #include "common/launch.h"
-#include "common/warp.cuh"
-#include "tree/sgl_tree_args.h"
+#include "tree/sgl_links.cuh"
 
 namespace fv {
 namespace {
@@ -18,6 +17,7 @@ __global__ void __launch_bounds__(1024) sgl_build_tree_kernel(const SglBuild t) 
     __shared__ int64_t selected[kMaxNodes];
     __shared__ int32_t parent[kMaxNodes];
     __shared__ int64_t scratch[33];
+    __shared__ SglLinkTable links;
     const int64_t b = blockIdx.x;
     const int32_t n = t.nodes;
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, warps = blockDim.x >> 5;
@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(1024) sgl_build_tree_kernel(const SglBuild t) 
         for (int64_t j = tid; j < b; j += blockDim.x) before += t.seq_len[j];
         before = block_reduce(before, [](int64_t x, int64_t y) { return x + y; }, scratch);
     }
+    links.clear(n);
     for (int i = tid; i < n - 1; i += blockDim.x) selected[i] = t.selected[b * (n - 1) + i];
     __syncthreads();
     int disorder = 0;
@@ -36,14 +37,13 @@ __global__ void __launch_bounds__(1024) sgl_build_tree_kernel(const SglBuild t) 
         parent[i] = i == 0 ? -1 : sgl_parent(selected, n, i, t.topk, t.parent_list + b * t.listed, t.listed, ascending);
     }
     __syncthreads();
-    for (int i = tid; i < n; i += blockDim.x) {
-        t.links.write(b, n, parent, i, t.seq_len[b] + sgl_ancestors(parent, n, i, [](int32_t) {}));
-    }
-
+    if (warp == 0) links.fill(parent, n);
     // Rows, one per warp at a time: lane w holds bits 32w..32w+31 of the row.
     for (int32_t i = warp; i < n; i += warps) {
         uint32_t word = lane == 0 ? 1u : 0u;
         sgl_ancestors(parent, n, i, [&](int32_t a) { word |= (a >> 5) == lane ? 1u << (a & 31) : 0u; });
+        const int32_t seen = warp_sum(__popc(word));
+        if (lane == 0) t.links.positions[b * n + i] = t.seq_len[b] + seen - 1;
         const int64_t start = t.row_start(b, i, before);
         const bool packed = t.mode >= kSglMaskBits;
         const int size = packed ? sgl_row_bytes(n, t.mode) : n;
@@ -54,6 +54,8 @@ __global__ void __launch_bounds__(1024) sgl_build_tree_kernel(const SglBuild t) 
             if (k < size && fits) t.mask[start + k] = static_cast<uint8_t>(value);
         }
     }
+    __syncthreads();
+    for (int i = tid; i < n; i += blockDim.x) t.links.write(b, n, i, links.first[i], links.sibling[i]);
 }
 
 void sgl_build_tree_kernel_efficient_cuda(
@@ -64,8 +66,7 @@ void sgl_build_tree_kernel_efficient_cuda(
                                        retrive_next_token, retrive_next_sibling, topk, depth, draft_token_num, tree_mask_mode);
     if (t.batch == 0) return;
     const Launch launch(kOp, parent_list);
-    const unsigned threads = static_cast<unsigned>(t.nodes <= 256 ? 256 : 1024);
-    launch.run(sgl_build_tree_kernel, dim3(static_cast<unsigned>(t.batch)), dim3(threads), 0, t);
+    launch.run(sgl_build_tree_kernel, dim3(static_cast<unsigned>(t.batch)), dim3(sgl_tree_threads(t.nodes)), 0, t);
 }
 
 }  // namespace

@@ -17,17 +17,19 @@ void sgl_reconstruct_indices_from_tree_mask_cpu(
                                        retrive_index, retrive_next_token, retrive_next_sibling, batch_size, draft_token_num);
     const int32_t n = t.nodes;
     torch::stable::parallel_for(0, t.batch, 4, [&](int64_t begin, int64_t end) {
-        std::vector<int32_t> parent(n), above(n);
+        std::vector<int32_t> parent(n), first(n), sibling(n);
         for (int64_t b = begin; b < end; ++b) {
             for (int32_t i = 0; i < n; ++i) {
                 const uint8_t* row = t.mask + (b * n + i) * n;
+                int64_t above = 0;
                 parent[i] = -1;
-                above[i] = 0;
                 for (int32_t j = 0; j < i; ++j) {
-                    if (row[j]) parent[i] = j, ++above[i];
+                    if (row[j]) parent[i] = j, ++above;
                 }
+                t.links.positions[b * n + i] = t.seq_len[b] + above;
             }
-            for (int32_t i = 0; i < n; ++i) t.links.write(b, n, parent.data(), i, t.seq_len[b] + above[i]);
+            sgl_link_nodes(parent.data(), n, first.data(), sibling.data());
+            for (int32_t i = 0; i < n; ++i) t.links.write(b, n, i, first[i], sibling[i]);
         }
     });
 }

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // sgl_reconstruct_indices_from_tree_mask: boolean ancestor masks -> positions and links.
-// One block per request: a warp per row counts its ones and keeps the highest; then every thread links its node.
+// One block per request: a warp per row counts its ones and keeps the highest; then one warp links the nodes.
 // Cost: N*N mask bytes and 32 bytes per node, one launch. Graph-safe. No template.
 #include <torch/csrc/stable/library.h>
 
 #include "common/launch.h"
-#include "common/warp.cuh"
-#include "tree/sgl_tree_args.h"
+#include "tree/sgl_links.cuh"
 
 namespace fv {
 namespace {
@@ -14,7 +13,8 @@ namespace {
 constexpr const char* kOp = "sgl_reconstruct_indices_from_tree_mask";
 
 __global__ void __launch_bounds__(1024) sgl_reconstruct_kernel(const SglMasks t) {
-    __shared__ int32_t parent[kMaxNodes], above[kMaxNodes];
+    __shared__ int32_t parent[kMaxNodes];
+    __shared__ SglLinkTable links;
     const int64_t b = blockIdx.x;
     const int32_t n = t.nodes;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
@@ -26,10 +26,16 @@ __global__ void __launch_bounds__(1024) sgl_reconstruct_kernel(const SglMasks t)
         }
         highest = warp_max(highest);
         count = warp_sum(count);
-        if (lane == 0) parent[i] = highest, above[i] = count;
+        if (lane == 0) {
+            parent[i] = highest;
+            t.links.positions[b * n + i] = t.seq_len[b] + count;
+        }
     }
+    links.clear(n);
     __syncthreads();
-    for (int i = threadIdx.x; i < n; i += blockDim.x) t.links.write(b, n, parent, i, t.seq_len[b] + above[i]);
+    if (warp == 0) links.fill(parent, n);
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += blockDim.x) t.links.write(b, n, i, links.first[i], links.sibling[i]);
 }
 
 void sgl_reconstruct_indices_from_tree_mask_cuda(
@@ -39,7 +45,7 @@ void sgl_reconstruct_indices_from_tree_mask_cuda(
                                        retrive_next_sibling, batch_size, draft_token_num);
     if (t.batch == 0) return;
     const Launch launch(kOp, verified_seq_len);
-    launch.run(sgl_reconstruct_kernel, dim3(static_cast<unsigned>(t.batch)), dim3(t.nodes <= 256 ? 256 : 1024), 0, t);
+    launch.run(sgl_reconstruct_kernel, dim3(static_cast<unsigned>(t.batch)), dim3(sgl_tree_threads(t.nodes)), 0, t);
 }
 
 }  // namespace

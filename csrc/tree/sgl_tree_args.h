@@ -13,13 +13,12 @@ struct SglLinks {
     int64_t* next;
     int64_t* sibling;
 
-    // Node i of request b; parent: that of every node (parent[0] = -1), depth counts from the root.
-    FV_HD void write(int64_t b, int32_t nodes, const int32_t* parent, int32_t i, int64_t position) const {
+    // Node i of request b.
+    FV_HD void write(int64_t b, int32_t nodes, int32_t i, int64_t first_child, int64_t next_sibling) const {
         const int64_t at = b * nodes + i;
-        positions[at] = position;
         index[at] = at;
-        next[at] = sgl_next_child(parent, nodes, 0, i);
-        sibling[at] = i > 0 && parent[i] >= 0 ? sgl_next_child(parent, nodes, i, parent[i]) : -1;
+        next[at] = first_child;
+        sibling[at] = next_sibling;
     }
 };
 
@@ -35,6 +34,9 @@ inline SglLinks sgl_check_links(
     return {mptr<int64_t>(positions), mptr<int64_t>(retrive_index), mptr<int64_t>(retrive_next_token),
             mptr<int64_t>(retrive_next_sibling)};
 }
+
+// Threads of a block for trees of n nodes: a warp for every other row.
+inline unsigned sgl_tree_threads(int32_t n) { return n <= 8 ? 128 : n >= 64 ? 1024 : static_cast<unsigned>((16 * n + 31) & ~31); }
 
 struct SglBuild {
     int64_t batch, listed, topk, mask_size;  // mask_size: bytes

@@ -11,27 +11,30 @@ from .verify_tree import Sampling, Verified
 _op = None
 
 
-def head_workspace_bytes(rows: int, vocab_size: int, sms: int) -> tuple:
-    """(bytes, of which zeroed) of the CUDA op's workspace; csrc/algo/head_plan.h says what lies where."""
+def lm_head_verify_tree_workspace_bytes(rows: int, vocab_size: int, sms: int) -> tuple:
+    """(bytes, bytes that must be zero at first, offset of the logits): csrc/algo/head_plan.h, mirrored."""
     align = lambda n: -(-n // 256) * 256  # noqa: E731
     tile = next((n for n in (8, 16, 32) if rows <= n), 64)
     chunks = -(-rows // tile)
     zeroed = align(align(align(8 * rows) + 4 * rows) + 4 * chunks * -(-vocab_size // 128))
-    logits = align(zeroed + 2 * 4 * tile * 128 * max(2 * sms, chunks))
-    return align(logits + 4 * rows * (-(-vocab_size // 4) * 4)), zeroed
+    logits = align(zeroed + 2 * 4 * tile * (128 if tile <= 16 else 192) * max(2 * sms, chunks))
+    return align(logits + 4 * rows * (-(-vocab_size // 4) * 4)), zeroed, logits
 
 
-def head_workspace(rows: int, vocab_size: int, device: "torch.device | str") -> torch.Tensor:
-    """uint8 workspace of lm_head_verify_tree for at most `rows` node rows on a CUDA device.
-
-    It holds f32 logits [rows, vocab_size] for requests with filters; without filters they are never touched. Make it once:
-    every call leaves it ready for the next one.
-    """
+def lm_head_verify_tree_workspace(rows: int, vocab_size: int, device: "torch.device | str") -> torch.Tensor:
+    """uint8 workspace of lm_head_verify_tree for at most `rows` node rows on a CUDA device. Make it once; every call
+    leaves it ready for the next one. It has room for float32 logits [rows, vocab_size]: those of requests with filters."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    size, zeroed = head_workspace_bytes(rows, vocab_size, sms)
+    size, zeroed, _ = lm_head_verify_tree_workspace_bytes(rows, vocab_size, sms)
     workspace = torch.empty(size, dtype=torch.uint8, device=device)
     workspace[:zeroed].zero_()
     return workspace
+
+
+def workspace_logits(workspace: torch.Tensor, rows: int, vocab_size: int, sms: int) -> torch.Tensor:
+    """float32 [rows, vocab_size] view: the logits that the last call with filters or logprobs has written (for tests)."""
+    offset, stride = lm_head_verify_tree_workspace_bytes(rows, vocab_size, sms)[2], -(-vocab_size // 4) * 4
+    return workspace[offset:offset + 4 * rows * stride].view(torch.float32).view(rows, stride)[:, :vocab_size]
 
 
 def lm_head_verify_tree(hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor,
@@ -46,10 +49,14 @@ def lm_head_verify_tree(hidden: torch.Tensor, weight: torch.Tensor, tokens: torc
     Args:
         hidden  float32|float16|bfloat16 [R, H], after the final norm, row stride free
         weight  float32|float16|bfloat16 [>= vocab_size, H], row stride free
-    Products accumulate in float32. Without filters and logprobs each vocabulary tile leaves one 64-bit key per row and no
-    logit reaches memory; with them the visited rows are computed one at a time in scratch.
-    Logits differ from another GEMM's in rounding, so tokens are those of verify_tree wherever the margin exceeds it.
-    Cost: weight read once (tiles) or once per visited row (filters, logprobs). Graph-safe: yes. Inference only.
+        workspace  CUDA only: lm_head_verify_tree_workspace(...), else one is made per call
+    Products accumulate in float32 and are not rounded again. Without filters and logprobs each row leaves the product as one
+    64-bit key and no logit reaches memory. A request with filters, and every request under logprobs, has its rows' logits in
+    the workspace (CPU: one visited row at a time in scratch). Logits differ from another GEMM's in rounding, so tokens are
+    those of verify_tree wherever the margin exceeds it; on one device, shape and build they are the same in every run.
+    Tensor cores (CUDA): both operands bf16 or both fp16, H % 8 == 0, rows 16-byte aligned; everything else runs, slowly.
+    Cost: CUDA reads the weight once per 64 node rows, 2 launches; CPU once, or per visited row with filters or logprobs.
+    Graph-safe: yes. Inference only.
     Errors: RuntimeError "lm_head_verify_tree: argument must be ...".
     """
     global _op
@@ -58,7 +65,7 @@ def lm_head_verify_tree(hidden: torch.Tensor, weight: torch.Tensor, tokens: torc
     if hidden.device.type != "cpu":
         _ops.require_kernel("lm_head_verify_tree", hidden.device)
         if workspace is None:
-            workspace = head_workspace(hidden.shape[0], vocab_size or weight.shape[0], hidden.device)
+            workspace = lm_head_verify_tree_workspace(hidden.shape[0], vocab_size or weight.shape[0], hidden.device)
     if out is None:
         out = Verified.empty(cu_nodes.numel() - 1, min(max_path or hidden.shape[0], 1024), hidden.device, logprobs)
     _op(hidden, weight, tokens, parents, cu_nodes, prefix_len, active, remaining, stop_ids, sampling.temperature,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .._triton_numeric import (MAX, MINUS_INF, NO_KEY, fma, gumbel, gumbel_bound, make_key, mass, ordered, philox, unordered)
+from .._triton_numeric import MAX, gumbel, philox
 
 BAD_KEY = tl.constexpr(1 << 20)  # bit of a stored key: a NaN or +inf was seen
 BAD_TREE = tl.constexpr(4)
@@ -74,10 +74,14 @@ def penalise(x, ids, inside, b, node, begin, tokens, parents, penalties, counts,
 
 
 @triton.jit
-def process(logits, row, row_stride, ids, inside, temperature, b, node, begin, tokens, parents, penalties, bias, bitmask,
-            counts, V):
-    """Entries `ids` of a row: (z, -inf where excluded or not `inside`; bad: NaN or +inf)."""
-    x = tl.load(logits + row.to(tl.int64) * row_stride + ids, inside, other=-float("inf")).to(tl.float32)
+def load_raw(logits, row, row_stride, ids, inside):
+    return tl.load(logits + row.to(tl.int64) * row_stride + ids, inside, other=-float("inf"))
+
+
+@triton.jit
+def process_raw(raw, row, ids, inside, temperature, b, node, begin, tokens, parents, penalties, bias, bitmask, counts, V):
+    """Logits `raw` of entries `ids`, -inf where not `inside` -> (z, -inf where excluded; bad: NaN or +inf)."""
+    x = raw.to(tl.float32)
     if penalties is not None:
         x = penalise(x, ids, inside, b, node, begin, tokens, parents, penalties, counts, V)
     if bias is not None:
@@ -86,13 +90,21 @@ def process(logits, row, row_stride, ids, inside, temperature, b, node, begin, t
         words = (V + 31) // 32
         word = tl.load(bitmask + row.to(tl.int64) * words + (ids >> 5), inside, other=0)
         x = tl.where(((word >> (ids & 31)) & 1) != 0, x, -float("inf"))
-    bad = inside & ~(x <= MAX)
-    x = tl.where(inside & ~bad, x, -float("inf"))
-    q = x
+    good = x <= MAX
+    x = tl.where(good, x, -float("inf"))
+    z = x + 0.0
     if (temperature != 0.0) & (temperature != 1.0):
         q = tl.div_rn(x, tl.zeros_like(x) + temperature)
-    z = tl.where(q > MAX, MAX, tl.where(q < -MAX, -MAX, q)) + 0.0
-    return tl.where(x < -MAX, -float("inf"), z), bad
+        q = tl.where(q > MAX, MAX, tl.where(q < -MAX, -MAX, q)) + 0.0
+        z = tl.where(x < -MAX, -float("inf"), q)
+    return z, good == 0
+
+
+@triton.jit
+def process(logits, row, row_stride, ids, inside, temperature, b, node, begin, tokens, parents, penalties, bias, bitmask,
+            counts, V):
+    raw = load_raw(logits, row, row_stride, ids, inside)
+    return process_raw(raw, row, ids, inside, temperature, b, node, begin, tokens, parents, penalties, bias, bitmask, counts, V)
 
 
 @triton.jit
@@ -109,15 +121,3 @@ def noise_of_ids(ids, t, seed_lo, seed_hi):
     r0, r1, r2, r3 = philox((ids >> 2).to(tl.uint32), t.to(tl.uint32), seed_lo, seed_hi)
     word = ids & 3
     return gumbel(tl.where(word == 0, r0, tl.where(word == 1, r1, tl.where(word == 2, r2, r3))))
-
-
-@triton.jit
-def best_sampled(best, z, first_id, ids, t, seed_lo, seed_hi, COUNT: tl.constexpr):
-    """max(best, keys of z + noise) over one tile; logarithms only if an entry may still win."""
-    bits = noise_bits(first_id, t, seed_lo, seed_hi, COUNT)
-    reach = z + gumbel_bound(bits)
-    score = tl.where(best == NO_KEY, -float("inf"), unordered((best >> 32).to(tl.int32)))
-    if tl.max((reach > score).to(tl.int32), 0) > 0:
-        key = tl.where(z > -float("inf"), make_key(z + gumbel(bits), ids), NO_KEY)
-        best = tl.maximum(best, tl.max(key, 0))
-    return best

@@ -3,22 +3,24 @@
 Launches: _scan (rows x splits: processors, best key of unfiltered rows, maximum of every 64 entries), _masses (rows x splits,
 works for top-p without top-k only), _filter (row: exact cuts), _walk (request), _logprobs (request x depth, when asked for).
 A row belongs to the first request that claims it: where malformed cu_nodes overlap, the others emit nothing (BAD_TREE).
-Scratch of R * (V / 32 + 8192) bytes or so is taken from torch's allocator; nothing is read on the host.
+Scratch of R * (V / 8 + 16384) bytes or so is taken from torch's allocator; nothing is read on the host.
 """
 
 from typing import Optional
 
 import torch
 import triton
-import triton.language as tl
 
 from .. import _checks as check
 from .._triton_numeric import EXACT
-from .verify_filter_triton import _filter, _masses, _scan
+from .verify_filter_triton import _filter
+from .verify_scan_triton import _masses, _scan
 from .verify_walk_triton import _logprobs, _walk
 
 GROUP = 64        # entries with one maximum
 CANDIDATES = 2048  # of one row, kept for the exact cuts; rows with more go over their blocks again and again
+FEW = 256  # candidates that are compared each with each
+MARKS = 16  # of verify_scan_triton
 MAX_SPLITS = 64
 _OP = "verify_tree"
 
@@ -65,10 +67,10 @@ def check_arguments(logits, tokens, parents, cu_nodes, prefix_len, active, remai
 
 
 def launch_shape(rows: int, vocab: int, multiprocessors: int) -> tuple:
-    """(entries per tile, splits of a row, entries per split): enough programs to fill the GPU twice, whole tiles each."""
+    """(entries per tile, splits of a row, entries per split): two programs of whole tiles per multiprocessor."""
     tile = 1024 if vocab <= 1024 else 4096
     tiles = triton.cdiv(vocab, tile)
-    splits = max(1, min(tiles, triton.cdiv(4 * multiprocessors, max(rows, 1)), MAX_SPLITS))
+    splits = max(1, min(tiles, 2 * multiprocessors // max(rows, 1), MAX_SPLITS))
     span = triton.cdiv(tiles, splits) * tile
     return tile, triton.cdiv(vocab, span), span
 
@@ -99,17 +101,18 @@ def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tenso
     shape = dict(V=vocab_size, R=rows, B=batch, BP=pow2(batch, 32), RULE=rule)
     if rows:
         maxima, masses, listed = new(rows, groups), new(rows, splits, dtype=torch.int64), new(rows, groups)
+        marks = new(rows, splits, MARKS, dtype=torch.int64)
         found, found_ids = new(rows, CANDIDATES), new(rows, CANDIDATES)
         extras = (bias, bitmask, counts)
         row = dict(shape, GROUP=GROUP, GROUPS=groups, SPLITS=splits)
         _scan[(rows, splits)](logits, logits.stride(0), *request, *params, *extras, keys, maxima, span, TILE=tile,
                               **row, num_warps=8, **EXACT)
         groups_padded = pow2(groups, 64)
-        _masses[(rows, splits)](logits, logits.stride(0), *request, *params, *extras, maxima, masses, span, TILE=tile,
+        _masses[(rows, splits)](logits, logits.stride(0), *request, *params, *extras, maxima, masses, marks, span, TILE=tile,
                                 **row, GROUPS_PADDED=groups_padded, num_warps=8, **EXACT)
-        _filter[(rows,)](logits, logits.stride(0), *request, *params, *extras, keys, maxima, masses, listed, found, found_ids,
-                         **row, GROUPS_PADDED=groups_padded, SPLITS_PADDED=MAX_SPLITS,
-                         CAP=CANDIDATES, BLOCKS=32, num_warps=8, **EXACT)
+        _filter[(rows,)](logits, logits.stride(0), *request, *params, *extras, keys, maxima, masses, marks, listed, found,
+                         found_ids, **row, GROUPS_PADDED=groups_padded, SPLITS_PADDED=MAX_SPLITS,
+                         CAP=CANDIDATES, FEW=FEW, BLOCKS=32, num_warps=8, **EXACT)
     nodes = pow2(min(rows, check.MAX_NODES), 64)
     stops = 0 if stop_ids is None else stop_ids.shape[0]
     _walk[(batch,)](*request, *params, keys, remaining, stop_ids, counts, out_tokens, num_tokens_out, path, next_root, flags,

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .._triton_numeric import MINUS_INF, NO_KEY, log_mass, mass, ordered, unordered
-from .verify_row_triton import BAD_KEY, BAD_TREE, MAX, request_of_row, resolve
+from .._triton_numeric import MAX, MINUS_INF, NO_KEY, log_mass, mass, ordered, unordered
+from .verify_row_triton import BAD_KEY, BAD_TREE, request_of_row, resolve
 
 STOP = tl.constexpr(1)
 BUDGET = tl.constexpr(2)

@@ -23,11 +23,13 @@ def rope_append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: to
     k_cache, v_cache [pages, page_size, Hkv, D] bf16|fp16|fp32|fp8 e4m3, written at the slots. fp8 saturates at 448.
     q_norm, k_norm [D]: weights of an RMSNorm per head before RoPE (eps); None: no norm.
     k_scale, v_scale float32 [1] or [Hkv]: the appended values are divided by it; None is 1.
-    rotary_style: NEOX (0) or GPTJ (1). All arithmetic is fp32. Two rows with one slot: either may stay.
+    rotary_style: NEOX (0) or GPTJ (1). All arithmetic is fp32 in one order: the CUDA kernel has the CPU op's bits, NaN
+        payloads aside; Triton's too without a norm, else it is within one rounding step. Two rows with one slot: either
+        may stay.
 
     Errors: RuntimeError for shapes, dtypes and devices; on the CPU also for a slot or a position out of range, before
-    anything is written. Cost: one read of q, k, v and one write of q and the new rows. Graph-safe: reads no device
-    value on the host, allocates nothing.
+    anything is written (a GPU leaves such a row alone). Cost: one launch, one read of q, k, v and one write of q and the
+    new rows. Graph-safe: reads no device value on the host, allocates nothing.
     """
     _ops.require_kernel("rope_append", q.device)
     _ops.get("rope_append")(q, k, v, positions, slots, cos_sin, q_norm, k_norm, k_scale, v_scale, k_cache, v_cache, eps,

@@ -38,18 +38,19 @@ class Choice(NamedTuple):
 def choose(nodes: int, group: int, head_dim: int, item: int, kv_heads: int, sms: int, max_smem: int) -> Choice:
     """Pure function of the shape (nodes: rows per request on average; item: bytes of a dot operand) and of the device's
     multiprocessors and bytes of shared memory per block. A tile holds one request's packed rows up to 64, or up to 128
-    where shared memory is large; K and V steps are staged as deep as two blocks per multiprocessor allow."""
+    where shared memory is large; one or two steps of K and V are on their way while one is worked on."""
     block_d = max(16, triton.next_power_of_2(head_dim))
     tall = 16 if item == 4 else 128 if max_smem > 160 * 1024 and block_d * item <= 256 else 64
     block_m = max(16, triton.next_power_of_2(group), min(triton.next_power_of_2(max(nodes, 1) * group), tall))
     per_sm = 1 if block_m > 64 or max_smem < 160 * 1024 else 2
-    room = max_smem // per_sm - block_m * block_d * item - 2048
+    room = max_smem // per_sm - block_m * block_d * item - 1024
     block_n, step = 64, 2 * block_d * item
     if item == 4:  # float32 products are unrolled: large ones take long to compile and spill
         block_n = 16 if block_d > 64 else 32
     while block_n > 16 and 2 * block_n * step > room:
         block_n //= 2
-    stages = min(3, max(1, room // (block_n * step)))
+    ahead = 2 if (3 if block_m >= 64 else 2) * block_n * step <= room else 1  # tiles on their way; wgmma holds one more
+    stages = 2 * ahead + 1  # a key waits for its page id, so Triton spends two stages on a tile
     warps = 8 if block_m > 64 or block_m * block_d > 64 * 128 else 4
     return Choice(block_m, block_n, warps, stages, max(1, per_sm * sms // max(kv_heads, 1)))
 

@@ -136,11 +136,11 @@ def operand(x, query, DOT_F32: tl.constexpr, E4M3: tl.constexpr):
 
 @triton.jit
 def scores(query, keys, factor, softcap, SOFTCAP: tl.constexpr, DOT_F32: tl.constexpr):
-    """query [M, D] . keys [N, D] in base-2 logits."""
+    """query [M, D] . keys [D, N] in base-2 logits."""
     if DOT_F32:
-        s = tl.dot(query.to(tl.float32), tl.trans(keys), input_precision="ieee")
+        s = tl.dot(query.to(tl.float32), keys, input_precision="ieee")
     else:
-        s = tl.dot(query, tl.trans(keys))
+        s = tl.dot(query, keys)
     s = s * factor  # softcap: s / softcap, else s in base 2
     if SOFTCAP:
         t = tl.exp2(-2.8853900817779268 * tl.abs(s))  # exp(-2 |s|)
@@ -215,7 +215,7 @@ def attend_unit(q, k_cache, v_cache, mask, page_row, words, pages, table_columns
     for start in range(full_from, full_to, BLOCK_N):
         pos = start + j
         offsets, backed = cell_offsets(pos, start, page_row, pages, table_columns, pos >= 0, k_page, k_slot, PAGE_SIZE, BLOCK_N)
-        keys = tl.load(k_base + offsets[:, None] + dims[None, :], mask=in_head, other=0)
+        keys = tl.load(k_base + offsets[None, :] + dims[:, None], mask=(dims < HEAD_DIM)[:, None], other=0)
         offsets, backed = cell_offsets(pos, start, page_row, pages, table_columns, pos >= 0, v_page, v_slot, PAGE_SIZE, BLOCK_N)
         values = tl.load(v_base + offsets[:, None] + dims[None, :], mask=in_head, other=0)
         s = scores(query, operand(keys, query, DOT_F32, E4M3), factor, softcap, SOFTCAP, DOT_F32)
@@ -226,7 +226,7 @@ def attend_unit(q, k_cache, v_cache, mask, page_row, words, pages, table_columns
         start = tl.where(step < masked, begin + step * BLOCK_N, full_to + (step - masked) * BLOCK_N)
         pos = start + j
         offsets, backed = cell_offsets(pos, start, page_row, pages, table_columns, pos < end, k_page, k_slot, PAGE_SIZE, BLOCK_N)
-        keys = tl.load(k_base + offsets[:, None] + dims[None, :], mask=backed[:, None] & in_head, other=0)
+        keys = tl.load(k_base + offsets[None, :] + dims[:, None], mask=backed[None, :] & (dims < HEAD_DIM)[:, None], other=0)
         offsets, backed = cell_offsets(pos, start, page_row, pages, table_columns, pos < end, v_page, v_slot, PAGE_SIZE, BLOCK_N)
         values = tl.load(v_base + offsets[:, None] + dims[None, :], mask=backed[:, None] & in_head, other=0)
         s = scores(query, operand(keys, query, DOT_F32, E4M3), factor, softcap, SOFTCAP, DOT_F32)

@@ -42,6 +42,11 @@ def main(argv: "list | None" = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the flush at exit is silent
         return EXIT_PIPE
+    except ModuleNotFoundError as exc:
+        _debug()
+        _say(f"the package {exc.name} must be installed for this; got none. Fix: pip install {(exc.name or '').split('.')[0]} "
+             "(fastverify doctor lists all that is missing).")
+        return EXIT_USAGE
     except (ValueError, RuntimeError, OSError, MemoryError) as exc:
         _debug()
         _say(str(exc) or type(exc).__name__)

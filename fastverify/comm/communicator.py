@@ -10,7 +10,8 @@ import torch.distributed as dist
 from .topology import _control
 
 DEADLINE_SECONDS = 10.0
-BLOCKS = 16  # per rank: enough to fill a link, few enough to be resident beside anything else
+OVERLAP_ROWS = 256  # from here on a row-parallel linear is cut in chunks whose sums overlap the next chunk's product
+BLOCKS = 32  # per rank: enough to fill a link, few enough to be resident beside anything else
 _EPOCH, _MISSING_MASK, _STATE_WORDS = 0, 5, 8
 _FAILURE, _FAILED_RANK, _FAILED_EPOCH, _FAILED_STAGE = 0, 1, 3, 4
 BACKENDS = ("auto", "peer", "host")
@@ -48,7 +49,7 @@ class Communicator:
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.virtual, self.gathers = False, self.device.type == "cpu"
-        self._stream, self._memory = None, []
+        self._stream, self._side, self._memory, self.overlap_rows = None, None, [], OVERLAP_ROWS
         if self.gathers:
             self.reason = "CPU tensors go through the process group"
             self._open("gathered", -1, max_bytes, one_shot_bytes, deadline, [], blocks)
@@ -120,7 +121,7 @@ class Communicator:
         self = cls.__new__(cls)
         self.device, self.group, self.reason = torch.device(device), None, "virtual ranks"
         self.rank, self.world, self.virtual, self.gathers = 0, world, True, False
-        self._stream, self._memory = None, []
+        self._stream, self._side, self._memory, self.overlap_rows = None, None, [], OVERLAP_ROWS
         control = _control()
         size = control.slab_bytes(world, max_bytes, transport)
         memory = "cpu" if emulated or transport == "host" else self.device
@@ -155,9 +156,15 @@ class Communicator:
         stream = torch.cuda.current_stream(self.device)
         if self._stream is None:
             self._stream = stream
-        if stream != self._stream:
+        if stream not in (self._stream, self._side):
             raise RuntimeError("Communicator: all calls must be on one stream; got a second stream. Fix: make one Communicator "
                                "per stream, or call comm.move_stream() after both streams are idle.")
+
+    def side_stream(self) -> "torch.cuda.Stream":
+        """The stream of overlapped chunks. It joins the caller's stream before and after, so the calls stay in order."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device, priority=-1)
+        return self._side
 
     def move_stream(self) -> None:
         """The next call may be on another stream; the caller has made sure that the old one is idle."""
@@ -173,6 +180,21 @@ class Communicator:
                 f"Communicator: all {self.world} ranks must take part; got {exc}. Fix: look at the ranks that left or hang, "
                 "then make the process group and the communicator again.") from exc
         return gathered
+
+    def gather_rows(self, words: torch.Tensor) -> torch.Tensor:
+        """words [R, K] of every rank -> [world, R, K], in as many small gathers as their size takes."""
+        from .all_gather_small import all_gather_small
+        rows = max(1, _control().GATHER_BYTES // max(1, words.shape[1] * words.element_size()))
+        if words.shape[0] <= rows:
+            return all_gather_small(words, self)
+        return torch.cat([all_gather_small(part, self) for part in words.split(rows)], dim=1)
+
+    def from_first(self, value):
+        """What rank 0 says: for choices that depend on a clock. A host round trip; not inside a captured step."""
+        box = [value]
+        group = self.group if self.gathers else self._control_group
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group or dist.group.WORLD, 0), group=group)
+        return box[0]
 
     def check(self) -> None:
         """Raises CommunicatorError if a call has given up, naming the ranks. Waits for nothing; call it after a sync."""

@@ -12,6 +12,7 @@ import torch
 
 from ..accept.rule import Flag
 from ..accept.verify_tree import Sampling, verify_tree
+from ..accept.verify_tree_combine import verify_tree_sharded
 from ..kv.compact_kv import compact_kv
 from ..models.batch import ForwardBatch
 from ..plan import VerifyPlan
@@ -185,7 +186,7 @@ class _Run:
                                  Sampling.make(len(prompts), device, params.temperature, params.top_k, params.top_p,
                                                params.min_p, params.seed), device,
                                  stop_ids=torch.tensor(stops, dtype=torch.int64, device=device) if stops else None)
-        self._add_processors(params, len(prompts), config.vocab_size, device)
+        self._add_processors(params, len(prompts), device)
         num_pages = self.req.page_table.numel()
         self.cache = self.target.make_cache(num_pages, decoder.page_size)
         self.draft_cache = self.draft.make_cache(num_pages, decoder.page_size) if decoder.eagle else None
@@ -218,15 +219,18 @@ class _Run:
         if wrong:
             raise ValueError(f"generate: bias ids must be in [0, {vocab}); got {wrong[0]}. Fix: use ids of this target's tokenizer.")
 
-    def _add_processors(self, p: SamplingParams, batch: int, vocab: int, device) -> None:
+    def _add_processors(self, p: SamplingParams, batch: int, device) -> None:
+        first, end = self.target.vocab_range
+        self.filters = p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
         if p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty:
             row = torch.tensor([p.repetition_penalty, p.frequency_penalty, p.presence_penalty], device=device)
             self.req.penalties = row.repeat(batch, 1)
-            self.req.counts = torch.zeros(batch, vocab, dtype=torch.int32, device=device)
+            self.req.counts = torch.zeros(batch, end - first, dtype=torch.int32, device=device)
         if p.bias:
-            self.req.bias = torch.zeros(batch, vocab, device=device)
+            self.req.bias = torch.zeros(batch, end - first, device=device)
             for token, value in p.bias.items():
-                self.req.bias[:, token] = value
+                if first <= token < end:
+                    self.req.bias[:, token - first] = value
 
     # ---- the loop ---------------------------------------------------------------------------------------------
 
@@ -272,6 +276,8 @@ class _Run:
     def _choose_shape(self) -> Shape:
         if self.controller is not None:
             self.shape = self.controller.choose()
+            if self.target.comm is not None:  # clocks differ between ranks, shapes must not
+                self.shape = self.target.comm.from_first(self.shape)
         if self.shape.speculative and not self.d.eagle:
             histories = [p + t if f is None else [] for p, t, f in zip(self.prompts, self.tokens, self.finish)]
             if self.fixed is not None:  # a measurement: what is drafted must not depend on what the target says
@@ -283,10 +289,24 @@ class _Run:
         return self.shape
 
     def _accept(self, logits, tokens, parents, cu_nodes, req: Requests, plan: VerifyPlan) -> None:
+        if self.target.comm is not None:
+            self._accept_sharded(logits, tokens, parents, cu_nodes, req, plan)
+            return
         verify_tree(logits, tokens, parents, cu_nodes, req.prefix_len, req.active, req.remaining, req.sampling,
                     stop_ids=req.stop_ids, bias=req.bias, penalties=req.penalties, counts=req.counts,
                     vocab_size=self.target.config.vocab_size, out=plan.out, workspace=plan.verify_workspace)
         req.active *= (plan.out.flags & int(_DONE)) == 0
+
+    def _accept_sharded(self, logits, tokens, parents, cu_nodes, req: Requests, plan: VerifyPlan) -> None:
+        """logits of this rank's ids: keys and partial sums travel, logits do not; every rank finds the same tokens."""
+        target, out = self.target, plan.out
+        found = verify_tree_sharded(
+            logits, tokens, parents, cu_nodes, req.prefix_len, req.active, req.remaining, req.sampling, target.comm.gather_rows,
+            vocab_offset=target.vocab_range[0], vocab_size=target.config.vocab_size, filters=self.filters,
+            max_path=out.path.shape[1], stop_ids=req.stop_ids, bias=req.bias, penalties=req.penalties, counts=req.counts)
+        for name in ("out_tokens", "num_tokens_out", "path", "next_root", "flags"):
+            getattr(out, name).copy_(getattr(found, name))
+        req.active *= (out.flags & int(_DONE)) == 0
 
     # ---- drafting ------------------------------------------------------------------------------------------------
 

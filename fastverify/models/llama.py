@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from ..attention.rope_append import rope_append
 from ..attention.tree_attention import tree_attention, workspace_for
+from ..comm.all_reduce_rms_norm import all_reduce_rms_norm
+from ..comm.linear_all_reduce import linear_all_reduce
 from .batch import ForwardBatch, KVCache
 from .config import LoadError, ModelConfig
 from .linear import add_linear, linear
@@ -55,6 +57,8 @@ class LlamaModel:
         self.config = config
         self.embed_weight, self.layers, self.norm, self.lm_head_weight = embed_weight, layers, norm, lm_head_weight
         self.dtype, self.device = embed_weight.dtype, embed_weight.device
+        # set by models/parallel.py: the communicator, this rank's token ids, and whether attention is split
+        self.comm, self.vocab_range, self.split_heads = None, (0, config.vocab_size), False
         self.cos_sin = config.rope.cos_sin(config.head_dim, config.max_position).to(self.device)
 
     def make_cache(self, num_pages: int, page_size: int) -> KVCache:
@@ -78,9 +82,10 @@ class LlamaModel:
         rows, size, eps = h.shape[0], (c.hidden_size,), c.rms_norm_eps
         heads, width = (c.num_heads, c.num_kv_heads, c.num_kv_heads), c.intermediate_size
         aux = self._aux_buffer(rows, aux_layers)
+        x = F.rms_norm(h, size, self.layers[0].input_norm, eps)
         for i, w in enumerate(self.layers):
             self._keep_aux(aux, aux_layers, i, h)
-            qkv = linear(F.rms_norm(h, size, w.input_norm, eps), w.qkv, w.qkv_bias)
+            qkv = linear(x, w.qkv, w.qkv_bias)
             q, k, v = qkv.view(rows, -1, c.head_dim).split(heads, dim=1)
             k_cache, v_cache = cache.k[i], cache.v[i]
             rope_append(q, k, v, batch.positions, batch.slots, self.cos_sin, k_cache, v_cache, q_norm=w.q_norm,
@@ -89,16 +94,30 @@ class LlamaModel:
                 workspace = workspace_for(q, k_cache, batch.prefix_len.shape[0])
             a = tree_attention(q, k_cache, v_cache, batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
                                row_base=batch.row_base, schedule=batch.schedule, workspace=workspace)
-            add_linear(h, a.view(rows, -1), w.o, w.o_bias)
-            gate_up = linear(F.rms_norm(h, size, w.post_norm, eps), w.gate_up, w.gate_up_bias)
+            x = self._add_norm(h, a.view(rows, -1), w.o, w.o_bias, w.post_norm, self.split_heads)
+            gate_up = linear(x, w.gate_up, w.gate_up_bias)
             x = F.silu(gate_up[:, :width], inplace=True).mul_(gate_up[:, width:])
-            add_linear(h, x, w.down, w.down_bias)
+            after = self.layers[i + 1].input_norm if i + 1 < c.num_layers else self.norm
+            x = self._add_norm(h, x, w.down, w.down_bias, after, self.comm is not None)
         self._keep_aux(aux, aux_layers, c.num_layers, h)
-        return F.rms_norm(h, size, self.norm, eps), aux
+        return x, aux
+
+    def _add_norm(self, h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor],
+                  norm: torch.Tensor, split: bool) -> torch.Tensor:
+        """h += x @ weight.T (+ bias), in place; returns RMSNorm(h) * norm. split: x and weight are one rank's columns."""
+        size, eps = (self.config.hidden_size,), self.config.rms_norm_eps
+        if not split:
+            add_linear(h, x, weight, bias)
+            return F.rms_norm(h, size, norm, eps)
+        bias = bias if self.comm.rank == 0 else None  # added once
+        if h.shape[0] >= self.comm.overlap_rows:
+            h += linear_all_reduce(x, weight, self.comm, bias=bias)
+            return F.rms_norm(h, size, norm, eps)
+        return all_reduce_rms_norm(linear(x, weight, bias), h, norm, self.comm, eps)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, H] as forward returns it -> logits [R, V] in the model's dtype."""
+        """hidden [R, H] as forward returns it -> logits [R, V] in the model's dtype (of this rank's ids, if split)."""
         return linear(hidden, self.lm_head_weight)
 
     def _aux_buffer(self, rows: int, aux_layers: tuple) -> Optional[torch.Tensor]:

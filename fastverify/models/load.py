@@ -4,9 +4,8 @@ from pathlib import Path
 
 import torch
 
-from . import gguf, hf
+from . import hf
 from .config import LoadError
-from .gguf_file import open_gguf
 from .llama import LlamaModel, build
 from .tokenizer import load_tokenizer
 
@@ -45,6 +44,8 @@ def load_target(path: "str | Path", dtype: torch.dtype = torch.float32, device: 
         raise LoadError(f"load_target: dtype must be float32, bfloat16 or float16; got {dtype}. Fix: pass one of them.")
     kind, where = resolve(path)
     if kind == "gguf":
+        from . import gguf
+        from .gguf_file import open_gguf
         file = open_gguf(where)
         config = gguf.parse_config(file)
         return build(config, gguf.GGUFSource(file, config), dtype, device)

@@ -119,9 +119,12 @@ def load_tokenizer(path: "str | Path") -> Tokenizer:
 
     Errors: LoadError, one sentence. Cost: one parse of the file; no network.
     """
-    from . import load, tokenizer_gguf
+    from . import load
     kind, where = load.resolve(path)
-    return tokenizer_gguf.from_gguf(where) if kind == "gguf" else _from_folder(where)
+    if kind == "hf":
+        return _from_folder(where)
+    from . import tokenizer_gguf
+    return tokenizer_gguf.from_gguf(where)
 
 
 def _from_folder(folder: Path) -> Tokenizer:

@@ -191,7 +191,7 @@ def sgl_build_tree_kernel_efficient(parent_list, selected_index, verified_seq_le
             while at > 0 and len(seen) < n:
                 seen.append(at)
                 at = parents[at]
-            positions[b * n + i] = length + len(seen)
+            positions[b * n + i] = length + len(set(seen))
             row = [int(j == 0 or j in seen) for j in range(n)]
             if tree_mask_mode >= 2:
                 size = 8 if tree_mask_mode == 3 else 4 if n > 16 else 2 if n > 8 else 1

@@ -73,7 +73,8 @@ class Report:
     ranks: their numbers, in the order of the files. world: how many there were in the run. offsets, spreads: us. drifts: us
     per us.
     shown: index of the rank whose account speaks for the others: the upper median by communication time, without the late one.
-    late: index of the rank that arrives last most often; None if no rank does in half of the collectives in which one is late.
+    late: index of the rank that arrives last most often; None if no rank does in half of the collectives in which one is late, or
+    two do.
     """
 
     ranks: list
@@ -361,7 +362,7 @@ def _words(c) -> str:
 def _name_ranks(report: Report) -> None:
     last = np.concatenate([s.last for s in report.steps])
     counts = np.bincount(last[last >= 0], minlength=len(report.ranks))
-    if counts.sum() and counts.max() * 2 >= counts.sum():
+    if counts.sum() and counts.max() * 2 >= counts.sum() and (counts == counts.max()).sum() == 1:
         report.late, report.late_count = int(counts.argmax()), int(counts.max())
     others = [r for r in range(len(report.ranks)) if r != report.late]
     totals = [report.total(r).communication for r in others]

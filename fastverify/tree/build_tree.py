@@ -41,9 +41,9 @@ def build_tree(pool_scores: torch.Tensor, pool_tokens: torch.Tensor, pool_parent
 
     Effective score = min(score, 0, parent's effective score), NaN = -inf, ties to the lower pool index. A parent not
     in [-1, own index) makes the entry invalid and sets flag bit 2; an id of a chosen node outside [0, vocab_size) is
-    clamped and sets bit 3. Errors: RuntimeError on a wrong shape, dtype or device.
+    clamped and sets bit 3. Errors: RuntimeError on a wrong shape, dtype or device; on CUDA also for M above 2^19.
     Cost: O(B * (M + N * W)), one launch. Graph-safe with `out`.
-    Source: csrc/tree/build_tree.cpp.
+    Source: csrc/tree/build_tree.cpp, .cu.
     """
     if out is None:
         out = Tree.empty(pool_scores.size(0), num_nodes, root_tokens.dtype, pool_scores.device)

@@ -21,7 +21,7 @@ def draft_topk(logits: torch.Tensor, k: Optional[int] = None, d2t: Optional[torc
     tokens    int32 [R, k], written: ids of the target vocabulary
 
     Returns (values, tokens); allocates those not given. Errors: RuntimeError on a wrong shape, dtype or device.
-    Cost: reads R * Vd logits once. Graph-safe when both outputs are given. Source: csrc/tree/draft_topk.cpp.
+    Cost: reads R * Vd logits once. Graph-safe when both outputs are given. Source: csrc/tree/draft_topk.cpp, .cu.
     """
     if values is None:
         width = k if tokens is None else tokens.size(1)

@@ -45,7 +45,7 @@ def grow_tree(values: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor, 
 
     Score = parent's score + value in float32; NaN counts as -inf; ties go to the lower pool index; the beam is sorted.
     Errors: RuntimeError on a wrong shape, dtype or device, or when columns or candidates do not fit the buffers.
-    Cost: O(B * (k*k + k*H)), one launch. Graph-safe. Source: csrc/tree/grow_tree.cpp.
+    Cost: O(B * (k*k + k*H)), one launch. Graph-safe. Source: csrc/tree/grow_tree.cpp, .cu.
     """
     _ops.require_kernel("grow_tree", values.device)
     _ops.get("grow_tree")(values, tokens, hidden, prefix_len, active, *state, level)

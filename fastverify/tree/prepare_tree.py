@@ -40,7 +40,7 @@ def prepare_tree(parents: Optional[torch.Tensor], cu_nodes: torch.Tensor, prefix
     the mask words (its bit is left out) and one past the page table or on a negative page (slot -1). A cu_nodes that
     does not start at 0, decreases or passes R: flag bit 2 for all, no rows. Never a hang.
     Errors: RuntimeError on a wrong shape, dtype or device. Cost: O(R * W), one launch. Graph-safe.
-    Source: csrc/tree/prepare_tree.cpp, csrc/algo/tree.h, csrc/algo/schedule.h.
+    Source: csrc/tree/prepare_tree.cpp, .cu, csrc/algo/tree.h, csrc/algo/schedule.h.
     """
     _ops.require_kernel("prepare_tree", cu_nodes.device)
     _ops.get("prepare_tree")(parents, cu_nodes, prefix_len, page_table, *out, page_size, row_base)

@@ -6,7 +6,7 @@ import torch
 from cases import verify_case
 from conftest import positional, run_op
 from fastverify import _ops
-from fastverify.accept.lm_head_verify_tree import head_workspace_bytes
+from fastverify.accept.lm_head_verify_tree import lm_head_verify_tree_workspace_bytes, workspace_logits
 from fastverify.reference.accept import verify_margin
 
 
@@ -15,7 +15,7 @@ def run_head(backend, **case) -> dict:
     if backend in ("reference", "cpu"):
         return run_op(backend, "lm_head_verify_tree", **case)
     sms = torch.cuda.get_device_properties(0).multi_processor_count if backend == "cuda" else 132
-    size, zeroed = head_workspace_bytes(case["hidden"].shape[0], case["vocab_size"], sms)
+    size, zeroed, _ = lm_head_verify_tree_workspace_bytes(case["hidden"].shape[0], case["vocab_size"], sms)
     workspace = torch.full((size + 64,), 0xff, dtype=torch.uint8)  # NaN wherever it is read before it is written
     workspace[:zeroed] = 0
     got = run_op(backend, "lm_head_verify_tree", **{**case, "workspace": workspace})
@@ -72,6 +72,48 @@ def test_deep_walks_equal_verify_tree_on_exact_logits(backend, rng):
         got = run_head(backend, **case)
         for name in want:
             assert torch.equal(got[name], want[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tokens_are_those_of_the_kernels_own_logits(backend, rng, dtype):
+    """logprobs send every row through memory: verify_tree on what lies there gives the tokens of the way through keys."""
+    if backend == "cpu":
+        pytest.skip("the CPU op keeps no logits")
+    sms = torch.cuda.get_device_properties(0).multi_processor_count if backend == "cuda" else 132
+    for i in range(12):
+        vocab, nodes = [63, 300, 1025][i % 3], [3, 8, 20, 40][i % 4]
+        case = head_case(rng, h=[64, 72, 136][i % 3], dtype=dtype, batch=2, nodes=nodes, vocab=vocab, temperature=[0.9, 0.0][i % 2],
+                         filters=i % 4 == 3, extras=i % 5 == 4, agree=0.0)
+        rows = case["hidden"].shape[0]
+        size, zeroed, _ = lm_head_verify_tree_workspace_bytes(rows, vocab, sms)
+        workspace = torch.full((size,), 0xff, dtype=torch.uint8)
+        workspace[:zeroed] = 0
+        spilled = run_op(backend, "lm_head_verify_tree", **{**case, "workspace": workspace})
+        logits = workspace_logits(spilled.pop("workspace"), rows, vocab, sms)
+        live = int(case["cu_nodes"][-1])
+        assert logits[:live].isfinite().all() and logits[live:].isnan().all(), "padding rows are not written"
+        want = run_op("cpu", "verify_tree", logits=logits, **{k: v for k, v in case.items() if k not in ("hidden", "weight")})
+        keyed = run_head(backend, **{**case, "logprobs": None})
+        for name in want:
+            assert torch.equal(spilled[name], want[name]), name
+            assert name == "logprobs" or torch.equal(keyed[name], want[name]), name
+
+
+@pytest.mark.parametrize("rows,h", [(0, 16), (7, 0)])
+def test_no_rows_and_no_columns(backend, rng, rows, h):
+    """No rows: every active request has a bad tree. No columns: all logits are 0, so the lowest id wins."""
+    case = head_case(rng, h=16, dtype=torch.bfloat16, batch=2, nodes=3, vocab=40, logprobs=False, fixed_nodes=True)
+    case["active"].fill_(1)
+    case["remaining"].fill_(9)
+    case.update(hidden=case["hidden"][:rows, :h].contiguous(), weight=case["weight"][:, :h].contiguous(), stop_ids=None,
+                tokens=case["tokens"][:rows], parents=case["parents"][:rows])
+    if rows == 0:
+        case["cu_nodes"] = torch.zeros(3, dtype=torch.int32)
+    got = run_head(backend, **case)
+    if rows == 0:
+        assert (got["flags"] & 4).all() and not got["num_tokens_out"].any()
+    else:
+        assert (got["out_tokens"][:, 0] == 0).all()
 
 
 def test_mixed_weight_dtype_and_stride(backend, rng):

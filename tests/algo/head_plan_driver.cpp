@@ -24,9 +24,9 @@ int main() {
                          static_cast<int>(users[t].size()) != *users[t].rbegin() - *users[t].begin() + 1;
             }
         }
-        std::printf("{\"rows_tile\": %d, \"chunks\": %d, \"tiles\": %d, \"k_steps\": %d, \"steps\": %d, \"slots\": %d, \"blocks\": %d, "
+        std::printf("{\"tile\": %d, \"rows_tile\": %d, \"chunks\": %d, \"tiles\": %d, \"k_steps\": %d, \"steps\": %d, \"slots\": %d, \"blocks\": %d, "
                     "\"smem\": %d, \"bytes\": %lld, \"zeroed\": %lld, \"partials\": %lld, \"logits\": %lld, \"wrong\": %d}\n",
-                    p.rows_tile, p.chunks, p.tiles, p.k_steps, p.steps, p.slots, p.blocks, p.smem, static_cast<long long>(w.bytes),
+                    head_tile(p.rows_tile), p.rows_tile, p.chunks, p.tiles, p.k_steps, p.steps, p.slots, p.blocks, p.smem, static_cast<long long>(w.bytes),
                     static_cast<long long>(w.zeroed), static_cast<long long>(w.partials), static_cast<long long>(w.logits), wrong);
     }
 }

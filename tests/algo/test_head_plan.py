@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastverify.accept.lm_head_verify_tree import head_workspace_bytes
+from fastverify.accept.lm_head_verify_tree import lm_head_verify_tree_workspace_bytes
 
 HERE = Path(__file__).parent
 DEVICES = {"sm_80": (108, 163), "sm_89": (128, 99), "sm_90": (132, 227), "sm_100": (148, 227), "sm_120": (188, 99), "small": (20, 99)}
@@ -58,7 +58,7 @@ def test_large_products_fill_the_device(plans):
 
 def test_workspace_is_mirrored_in_python(plans):
     for (rows, v, _, cores, sms, _), p in plans:
-        assert (p["bytes"], p["zeroed"]) == head_workspace_bytes(rows, v, sms)
+        assert (p["bytes"], p["zeroed"], p["logits"]) == lm_head_verify_tree_workspace_bytes(rows, v, sms)
         assert p["logits"] + 4 * rows * v <= p["bytes"]
         if cores:
-            assert p["partials"] + 2 * 4 * p["rows_tile"] * 128 * p["blocks"] <= p["logits"]
+            assert p["partials"] + 2 * 4 * p["rows_tile"] * p["tile"] * p["blocks"] <= p["logits"]

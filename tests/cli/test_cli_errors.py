@@ -184,3 +184,12 @@ def test_threads_are_set(cli):
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_missing_package_is_named(cli, monkeypatch):  # noqa: F811
+    def run(args):
+        raise ModuleNotFoundError("No module named 'gguf.quants'", name="gguf.quants")
+    monkeypatch.setattr("fastverify.cli.plan.run", run)
+    code, out, err = cli("plan")
+    assert (code, out) == (2, "") and err == ("fastverify: the package gguf.quants must be installed for this; got none. Fix: pip install "
+                                              "gguf (fastverify doctor lists all that is missing).\n")

@@ -14,6 +14,7 @@ inline void cp_async_16(void* dst, const void* src, bool pred = true) {
     if (pred) std::memcpy(dst, src, 16);
     else std::memset(dst, 0, 16);
 }
+inline void cp_async_16_stream(void* dst, const void* src, bool pred = true) { cp_async_16(dst, src, pred); }
 inline void cp_async_commit() {}
 template <int kPending>
 inline void cp_async_wait() {}
@@ -88,6 +89,7 @@ inline uint32_t atomic_add_acq_rel(uint32_t* p, uint32_t v) {
     *p = old + v;
     return old;
 }
+inline void wait_for_previous_launch() {}
 inline void prefetch_l2(const void*) {}
 inline uint4 load_streaming_16(const void* p) {
     uint4 v;

@@ -1,8 +1,11 @@
 """Hugging Face folders: shards, tied and separate heads, stop ids, and one clear sentence for everything that is wrong."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -254,3 +257,12 @@ def test_the_index_decides_between_copies(tmp_path):
 def test_dtype_of_the_call(saved):
     with pytest.raises(LoadError, match=re.escape("load_target: dtype must be float32, bfloat16 or float16; got torch.int8.")):
         load_target(saved, dtype=torch.int8)
+
+
+def test_a_folder_needs_no_gguf_package():
+    code = ("import sys; sys.modules['gguf'] = None\n"
+            "from fastverify import load_target\n"
+            f"print(load_target({str(GOLDEN)!r}).config.num_layers > 0)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ, PYTHONPATH=os.pathsep.join(
+        p for p in sys.path if p)))
+    assert done.stdout == "True\n", done.stderr

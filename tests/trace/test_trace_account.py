@@ -110,6 +110,12 @@ def test_ranks_that_take_turns(report, tmp_path):
     assert "take turns" in r["advice"][0]
 
 
+def test_two_ranks_that_share_the_blame_evenly(report, tmp_path):
+    a, b = (simulate(2, 1, 10, late={r: 50}, annotate=False, begin=1e6 + 5e5 * r) for r in (0, 1))
+    r = report(*write(tmp_path, [x + y for x, y in zip(a, b)]))
+    assert r["late_rank"] is None and r["waiting"] == pytest.approx(0.5) and "take turns" in r["advice"][0]
+
+
 def test_clock_offsets_and_drift(report, tmp_path):
     per_rank = simulate(4, 20, 20, late={3: 60}, offsets={1: 7e5, 2: -2e6, 3: 12345.5}, drift={2: 3e-5})
     r = report(*write(tmp_path, per_rank))

@@ -12,7 +12,7 @@ from fastverify.cli.main import main
 PROCESS = """
 import sys, time, torch, torch.distributed as dist
 from torch.profiler import profile, ProfilerActivity, record_function
-rank, folder, late = int(sys.argv[1]), sys.argv[2], 0.004
+rank, folder, late = int(sys.argv[1]), sys.argv[2], 0.02
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
 x = torch.ones(3584)
@@ -41,9 +41,9 @@ def test_two_gloo_processes(tmp_path, capsys):
     r = json.loads(capsys.readouterr().out)
     assert (r["source"], r["collectives"], r["number_of_steps"], r["notes"]) == ("host", 30, 3, [])
     assert [s["name"] for s in r["steps"]] == ["step 0", "step 1", "step 2"]
-    assert r["late_rank"] == 1 and r["late_count"] >= 25 and r["shown_rank"] == 0
-    # ten sleeps of 4 ms, less what the other rank needs to come back; sleeps last longer on a busy machine
-    assert r["waiting"] > 25 and r["waiting_for"]["1"] > 0.9 * r["waiting"] and r["gaps"] == 0
-    assert abs(r["ranks"][1]["clock_offset_us"]) < 4000  # one clock: the two ends differ by less than a collective
+    assert r["late_rank"] == 1 and r["late_count"] >= 22 and r["shown_rank"] == 0
+    # ten sleeps of 20 ms, less what the other rank needs to come back; sleeps last longer on a busy machine
+    assert r["waiting"] > 125 and r["waiting_for"]["1"] > 0.8 * r["waiting"] and r["gaps"] == 0
+    assert abs(r["ranks"][1]["clock_offset_us"]) < 20000  # one clock: the two ends differ by less than a collective
     assert r["communication"] == pytest.approx(r["wire"] + r["waiting"])
     assert "rank 1 arrives last" in r["advice"][0]

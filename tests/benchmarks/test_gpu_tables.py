@@ -1,0 +1,49 @@
+"""benchmarks/gpu_tables.py: the newest file of a GPU, one line per shape, wrong results marked."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = next((p / "benchmarks" for p in Path(__file__).resolve().parents if (p / "benchmarks/gpu_tables.py").exists()), None)
+if FOLDER is None:
+    pytest.skip("benchmarks/ is not beside these tests", allow_module_level=True)
+
+
+@pytest.fixture
+def gpu_tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import gpu_tables
+    yield gpu_tables
+    sys.modules.pop("gpu_tables")
+
+
+def row(provider: str, us, shape: dict, **changes) -> dict:
+    return dict(op="op", provider=provider, shape=shape, dtype="bfloat16", median_us=us, floor_us=1.5, cold=True, correct=True,
+                device="NVIDIA X", device_type="cuda", date="2026-01-02T03:04:05+00:00", versions=dict(torch="2.11", python="3.12"),
+                command="python bench_op.py", copy_gb_s=4000.0, empty_us=0.5) | changes
+
+
+def write(folder: Path, name: str, rows: list) -> None:
+    (folder / name).write_text(json.dumps(dict(rows=rows)))
+
+
+def test_lines_are_shapes_and_columns_providers(gpu_tables, tmp_path):
+    write(tmp_path, "nvidia-x-2026-01-02.json", [
+        row("ours", 2.345, dict(B=1)), row("peer", None, dict(B=1), correct=None), row("ours", 12.34, dict(B=2)),
+        row("peer", 123.4, dict(B=2), correct=False), row("other op", 1.0, dict(B=2), op="another")])
+    lines = gpu_tables.gpu_part(tmp_path, "op").splitlines()
+    assert "NVIDIA X, 2026-01-02, torch 2.11" in lines[0] and "python 3.12" not in lines[0] and "nvidia-x-2026-01-02.json" in lines[0]
+    assert lines[2:6] == ["| B | dtype | L2 | floor | ours | peer |", "|---|---|---|---|---|---|",
+                          "| 1 | bfloat16 | cold | 1.50 | 2.35 | - |", "| 2 | bfloat16 | cold | 1.50 | 12.3 | 123* |"]
+    assert lines[-1] == "3 of 4 rows were checked in that run, 1 were wrong."
+
+
+def test_newest_gpu_file_wins_and_others_are_ignored(gpu_tables, tmp_path):
+    write(tmp_path, "nvidia-x-2026-01-02.json", [row("old", 1.0, dict(B=1))])
+    write(tmp_path, "nvidia-a-2026-01-03.json", [row("new", 1.0, dict(B=1))])
+    write(tmp_path, "cpu-2026-01-04.json", [row("cpu", 1.0, dict(B=1), device_type="cpu")])
+    (tmp_path / "cpu-evaluate-auto-2026-01-05.json").write_text('{"environment": {}, "rows": [{"set": "qa"}]}')
+    assert gpu_tables.newest(tmp_path, "op")[0] == "nvidia-a-2026-01-03.json"
+    assert gpu_tables.gpu_part(tmp_path, "absent") == ""

@@ -1,0 +1,131 @@
+"""On a GPU: replays with changing input, two graphs, two communicators, and ranks as processes that die or stop."""
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from comm_cases import fold
+
+from fastverify import Communicator, CommunicatorError, all_gather_small, all_reduce, all_reduce_rms_norm
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("transport", ["peer", "host"])
+def test_replays_with_changing_input_and_two_graphs(transport):
+    """10,000 replays: two graphs of different sizes and forms take turns with eager calls on one communicator."""
+    comm = Communicator.make_virtual(4, "cuda", transport=transport)
+    g = torch.Generator(device="cuda").manual_seed(0)
+    small, large = torch.zeros(4, 300, device="cuda"), torch.zeros(4, 9000, device="cuda")
+    outs, graphs = [torch.zeros_like(small), torch.zeros_like(large)], []
+    for x, out, limit in ((small, outs[0], comm.max_bytes), (large, outs[1], 0)):
+        comm._handle.set_one_shot_bytes(limit)
+        all_reduce(x, comm, out=out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(4):
+                all_reduce(x, comm, out=out)
+        graphs.append(graph)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(10_000):
+        x, out, graph = (small, outs[0], graphs[0]) if i % 3 else (large, outs[1], graphs[1])
+        x.normal_(generator=g)
+        graph.replay()
+        wrong += (out != x[0] + x[1] + x[2] + x[3]).sum()
+        if i % 100 == 0:
+            wrong += (all_reduce(small, comm) != small[0] + small[1] + small[2] + small[3]).sum()
+    torch.cuda.synchronize()
+    comm.check()
+    assert int(wrong) == 0
+
+
+def test_a_second_stream_is_refused():
+    comm = Communicator.make_virtual(2, "cuda")
+    x = torch.ones(2, 10, device="cuda")
+    all_reduce(x, comm)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        with pytest.raises(RuntimeError, match="all calls must be on one stream"):
+            all_reduce(x, comm)
+    all_reduce(x, comm)
+    comm.move_stream()
+    torch.cuda.synchronize()
+
+
+def _setup(rank: int, world: int, port: int) -> torch.device:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    device = torch.device("cuda", rank if torch.cuda.device_count() >= world else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _agree(rank: int, world: int, port: int, transport: str) -> None:
+    device = _setup(rank, world, port)
+    with Communicator(device=device, backend=transport, max_bytes=1 << 18) as comm:
+        for i, dtype in enumerate([torch.float32, torch.bfloat16, torch.float16] * 2):
+            parts = [torch.randn(5, 1000, generator=torch.Generator().manual_seed(10 * i + r)).to(dtype) for r in range(world)]
+            for limit in (0, comm.max_bytes):
+                comm._handle.set_one_shot_bytes(limit)
+                assert torch.equal(all_reduce(parts[rank].to(device), comm).cpu(), fold(torch.stack(parts)))
+            residual = torch.ones(5, 1000, dtype=dtype, device=device)
+            all_reduce_rms_norm(parts[rank].to(device), residual, torch.ones(1000, dtype=dtype, device=device), comm)
+            assert torch.equal(residual.cpu(), (1 + fold(torch.stack(parts)).float()).to(dtype))
+            got = all_gather_small(parts[rank].to(device), comm)
+            assert torch.equal(got.cpu(), torch.stack(parts))
+        comm.check()
+
+
+@pytest.mark.parametrize("transport", ["peer", "host", "auto"])
+def test_processes_agree(transport):
+    """Two processes; on one GPU they take turns in time slices, so this is slow there without MPS, but right."""
+    mp.spawn(_agree, (2, _port(), transport), nprocs=2)
+
+
+def _lose_a_peer(rank: int, world: int, port: int, transport: str, how: int) -> None:
+    device = _setup(rank, world, port)
+    comm = Communicator(device=device, backend=transport, max_bytes=1 << 16, deadline=3.0)
+    x = torch.ones(1000, device=device)
+    for _ in range(3):
+        all_reduce(x, comm)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), how)
+        time.sleep(60)
+    start = time.time()
+    out = all_reduce(x, comm)
+    torch.cuda.synchronize()
+    took = time.time() - start
+    assert out.isnan().any() and took < 30
+    try:
+        comm.check()
+    except CommunicatorError as error:
+        assert "rank(s) [1] did not come (seen by rank 0)" in str(error)
+        os._exit(7)  # what the test looks for
+    os._exit(8)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("transport", ["peer", "host"])
+def test_a_lost_peer_ends_in_an_error(transport, how):
+    context = mp.get_context("spawn")
+    port = _port()
+    ranks = [context.Process(target=_lose_a_peer, args=(r, 2, port, transport, how)) for r in range(2)]
+    for p in ranks:
+        p.start()
+    ranks[0].join(90)
+    assert ranks[0].exitcode == 7
+    ranks[1].kill()
+    ranks[1].join(10)
+    assert not [n for n in os.listdir("/dev/shm") if n.startswith("fastverify-")], "no mailbox is left behind"

@@ -1,0 +1,80 @@
+"""The CPU back end: the same calls over gloo, 2 and 3 processes; bad groups; a rank that leaves."""
+
+import os
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from comm_cases import fold
+
+from fastverify import (Communicator, CommunicatorError, all_gather_small, all_reduce, all_reduce_rms_norm,
+                        linear_all_reduce)
+
+
+def _port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _join(rank: int, world: int, port: int, seconds: float = 60) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+
+
+def _calls(rank: int, world: int, port: int) -> None:
+    _join(rank, world, port)
+    with Communicator(max_bytes=1 << 16) as comm:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            parts = [torch.randn(5, 300, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)]
+            x = parts[rank].clone()
+            want = fold(torch.stack(parts))
+            assert torch.equal(all_reduce(x, comm), want)
+            assert all_reduce(x, comm, out=x) is x and torch.equal(x, want)
+            assert torch.equal(all_gather_small(parts[rank], comm), torch.stack(parts))
+            residual, weight = torch.ones(5, 300, dtype=dtype), torch.full((300,), 2.0, dtype=dtype)
+            out = all_reduce_rms_norm(parts[rank], residual, weight, comm, eps=1e-5)
+            r = (1 + want.float()).to(dtype)
+            assert torch.equal(residual, r)
+            exact = r.double() * torch.rsqrt(r.double().square().mean(-1, keepdim=True) + 1e-5) * 2
+            assert torch.allclose(out.double(), exact, rtol=2.0**-7 if dtype != torch.float32 else 1e-6, atol=1e-6)
+        a, w = torch.randn(20, 8, generator=torch.Generator().manual_seed(rank)), torch.randn(16, 8, generator=torch.Generator().manual_seed(9 + rank))
+        whole = linear_all_reduce(a, w, comm, chunks=1)
+        assert torch.allclose(linear_all_reduce(a, w, comm, chunks=3), whole, rtol=1e-5, atol=1e-5)
+        everyone = [torch.empty_like(whole) for _ in range(world)]
+        dist.all_gather(everyone, whole)
+        assert all(torch.equal(e, whole) for e in everyone)
+        words = torch.arange(100 * 256).view(100, 256) + rank  # 2 KiB a row: more than one small gather
+        assert torch.equal(comm.gather_rows(words), torch.stack([words - rank + r for r in range(world)]))
+        comm.check()
+    with pytest.raises(RuntimeError, match="must be the handle of a Communicator"):
+        all_reduce(torch.ones(3), comm)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_calls(world):
+    mp.spawn(_calls, (world, _port()), nprocs=world)
+
+
+def _leave(rank: int, world: int, port: int) -> None:
+    _join(rank, world, port, seconds=5)
+    comm = Communicator()
+    all_reduce(torch.ones(3), comm)
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(CommunicatorError, match="all 2 ranks must take part; got .* Fix: "):
+        all_reduce(torch.ones(3), comm)
+    os._exit(0)
+
+
+def test_a_rank_that_leaves_is_an_error():
+    mp.spawn(_leave, (2, _port()), nprocs=2)
+
+
+def test_without_a_group():
+    with pytest.raises(RuntimeError, match="torch.distributed must be initialised; got no process group. Fix: "):
+        Communicator()
