@@ -16,6 +16,7 @@ BUDGET = {
     r"head_simt_kernel": (168, 0),
     r"head_walk_kernel": (128, 320),  # calls that are not inlined keep a few words across them
     r"verify_tree_kernel": (64, 256),  # two blocks of 512 threads per SM; the same calls
+    r"partials_kernel": (64, 128),
     r"all_(reduce|gather)\w*_kernel": (168, 0),
     r"rope_append_teams_kernel": (64, 0),  # eight blocks of 128 threads per SM
     r"rope_append_any_kernel": (64, 32),  # the calls of its divisions keep a few words

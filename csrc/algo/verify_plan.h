@@ -14,7 +14,7 @@ namespace fv {
 
 constexpr int kMaxLanes = 16;         // blocks that share a row
 constexpr int kLaneIds = 2048;        // a block is not given fewer ids than this
-constexpr int kRowsPerTeam = 5;       // up to so many rows per team, reading all rows beats following the path
+constexpr int kRowsPerTeam = 2;       // up to so many rows per team, reading all rows beats following the path
 constexpr int kBlocksPerSm = 2;       // that registers and shared memory leave room for
 constexpr int kPreferredCluster = 8;  // 16 were measured slower on an H200: not every group of SMs has room for one
 

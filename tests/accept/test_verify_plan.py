@@ -56,7 +56,7 @@ def test_no_teams_without_a_workspace(plan):
 def test_choices_that_were_measured(plan):
     """H200: small batches take all rows at once, larger ones follow the path."""
     assert plan[1, 16, 128256, 9, 132, 1][:3] == (8, 16, 1)
-    assert plan[1, 64, 128256, 9, 132, 1][:3] == (8, 16, 1)
+    assert plan[1, 64, 128256, 9, 132, 1][:3] == (8, 1, 1)
     assert plan[8, 64, 128256, 9, 132, 1][:2] == (8, 1)
     assert plan[32, 16, 128256, 9, 132, 1][:2] == (4, 1)
     assert plan[256, 16, 128256, 9, 132, 1][:2] == (1, 1)
