@@ -160,7 +160,14 @@ __global__ void __launch_bounds__(head_tile(kRows), 2) head_mma_kernel(const Hea
                 const float4 f = corner[32 * c];
                 float x[4] = {f.x, f.y, f.z, f.w};
                 const int at = base + (c >> 1), i = at % kN * 8 + (lane & 3) * 2 + (c & 1);
-                take_logits(a, s, i, row0 + i, v0 + at / kN * 32, x);
+                Word best = take_logits(a, s, i, row0 + i, v0 + at / kN * 32, x);
+                if (!__any_sync(kFullWarp, best != 0)) continue;
+#pragma unroll
+                for (int d = 4; d < 32; d <<= 1) {  // the 8 lanes of a node row
+                    const Word other = __shfl_xor_sync(kFullWarp, best, d);
+                    best = other > best ? other : best;
+                }
+                if (lane < 4 && best) atomicMax(s.best + i, best);
             }
         }
     };
@@ -227,7 +234,10 @@ __global__ void __launch_bounds__(kHeadSimtThreads) head_simt_kernel(const HeadA
                 const float sum = warp_sum(acc[j][r]);
                 if (lane == r) x[j] = sum;
             }
-        if (lane < kRows && v < a.task.in.vocab) take_logits(a, s, lane, row0 + lane, v, x);
+        if (lane < kRows && v < a.task.in.vocab) {
+            const Word best = take_logits(a, s, lane, row0 + lane, v, x);
+            if (best) atomicMax(s.best + lane, best);
+        }
     }
     __syncthreads();
     publish_keys(a, s, row0, kRows);

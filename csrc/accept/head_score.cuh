@@ -141,56 +141,70 @@ __device__ __forceinline__ void apply_extras(const HeadArgs& a, const HeadRow& r
     }
 }
 
-// Exact keys of ids v..v+3, candidates for row i. Excluded entries and those that cannot reach `bound` are passed over.
-__device__ __forceinline__ void take_candidates(
-    const HeadShared& s, int i, const HeadRow& row, int64_t v, const float (&x)[4], const Philox4& noise, float bound) {
+// Best exact key among ids v..v+3 whose score reaches `bound` (0: none). reach[j] bounds entry j's score from above, -inf: out.
+// The most promising entry is evaluated first, so that the others are hardly ever.
+__device__ __forceinline__ Word best_candidate(
+    const HeadRow& row, int64_t v, const float (&x)[4], const Philox4& noise, float (&reach)[4], float bound) {
     Word best = 0;
+#pragma unroll 1
+    for (int round = 0; round < 4; ++round) {
+        float most = reach[0], logit = x[0];
+        uint32_t bits = noise.v[0], at = 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const float z = scale_logit(x[j], row.temperature == 0.0f ? 1.0f : row.temperature);
-        if (!(z > -kInf) || z + noise_bound(noise.v[j]) < bound) continue;
-        const float score = row.temperature == 0.0f ? z : z + gumbel_from_bits(noise.v[j]);
-        const Word key = make_key(score, static_cast<uint32_t>(v + j));
+        for (int j = 1; j < 4; ++j) {
+            const bool more = reach[j] > most;
+            most = more ? reach[j] : most;
+            logit = more ? x[j] : logit;
+            bits = more ? noise.v[j] : bits;
+            at = more ? j : at;
+        }
+        if (!(most > -kInf) || most < bound) break;
+        const bool unscaled = row.temperature == 0.0f || row.temperature == 1.0f;
+        const float z = unscaled ? logit + 0.0f : scale_logit(logit, row.temperature);
+        const float score = row.temperature == 0.0f ? z : z + gumbel_from_bits(bits);
+        const Word key = make_key(score, static_cast<uint32_t>(v) + at);
         best = key > best ? key : best;
+        const float low = below(score);
+        bound = low > bound ? low : bound;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) reach[j] = at == j ? -kInf : reach[j];
     }
-    if (best) atomicMax(s.best + i, best);
+    return best;
 }
 
-// Logits x of ids v..v+3 (v % 4 == 0) of node row `r`, row i of the block.
+// Logits x of ids v..v+3 (v % 4 == 0) of node row `r`, row i of the block; returns the best key that may still win, or 0.
 // Noise costs most: log-free bounds are computed for all four, and logarithms only where one of them can still win.
-__device__ __forceinline__ void take_logits(const HeadArgs& a, const HeadShared& s, int i, int64_t r, int64_t v, float (&x)[4]) {
+__device__ __forceinline__ Word take_logits(const HeadArgs& a, const HeadShared& s, int i, int64_t r, int64_t v, float (&x)[4]) {
     const HeadRow row = s.row[i];
-    if (row.mode == kHeadSkip) return;
+    if (row.mode == kHeadSkip) return 0;
     if (row.mode == kHeadLogits) {
         if (v < a.task.in.vocab) *reinterpret_cast<float4*>(a.logits + r * a.task.stride + v) = make_float4(x[0], x[1], x[2], x[3]);
-        return;
+        return 0;
     }
-    const float bound = s.bound[i];
     const bool greedy = row.temperature == 0.0f;
     Philox4 noise{{0, 0, 0, 0}};
     if (!greedy) noise = philox4x32(static_cast<uint32_t>(v >> 2), row.t, kStreamTarget, 0, row.seed_lo, row.seed_hi);
+    float reach[4];
     // 0 if all four are finite, else NaN
     const float odd = __fmaf_rn(x[0], 0.0f, __fmaf_rn(x[1], 0.0f, __fmaf_rn(x[2], 0.0f, x[3] * 0.0f)));
     if (row.plain && odd == 0.0f && v + 3 < a.task.in.vocab) {
-        float most = -kInf;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const float reach = greedy ? x[j] : __fmaf_rn(x[j], row.inverse, noise_bound(noise.v[j]));
-            most = reach > most ? reach : most;
+            reach[j] = greedy ? x[j] : fmaxf(__fmaf_rn(x[j], row.inverse, noise_bound(noise.v[j])), -kFloatMax);
         }
-        if (most < bound) return;
-        return take_candidates(s, i, row, v, x, noise, bound);
-    }
-    if (a.extras()) apply_extras(a, row, r, v, x);
-    bool bad = false;
+    } else {
+        if (a.extras()) apply_extras(a, row, r, v, x);
+        bool bad = false;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        if (v + j >= a.task.in.vocab) x[j] = -kInf;
-        bad = bad || is_bad(x[j]);
-        if (is_bad(x[j])) x[j] = -kInf;
+        for (int j = 0; j < 4; ++j) {
+            if (v + j >= a.task.in.vocab) x[j] = -kInf;
+            bad = bad || is_bad(x[j]);
+            const float z = scale_logit(is_bad(x[j]) ? -kInf : x[j], greedy ? 1.0f : row.temperature);
+            reach[j] = greedy || z == -kInf ? z : z + noise_bound(noise.v[j]);
+        }
+        if (bad) atomicOr(a.bad + r, 1);
     }
-    if (bad) atomicOr(a.bad + r, 1);
-    take_candidates(s, i, row, v, x, noise, bound);
+    return best_candidate(row, v, x, noise, reach, s.bound[i]);
 }
 
 }  // namespace fv
