@@ -272,3 +272,26 @@ def test_overlapping_requests_are_refused(rng):
     case["parents"][:6] = torch.tensor([-1, 0, 0, -1, 0, 0], dtype=I32)
     flags = run_op("triton", "verify_tree", **case)["flags"]
     assert (flags & 4).tolist() == [4, 4, 4]
+
+
+OPCHECK = """
+import sys
+sys.path.insert(0, {folder!r})
+import torch, test_triton
+from conftest import positional
+from fastverify import _ops
+case = next(make for (op, _), make in test_triton.CASES.items() if op == {op!r})(torch.Generator().manual_seed(0))
+args = tuple(a.cuda() if isinstance(a, torch.Tensor) else a for a in positional({op!r}, **case))
+torch.library.opcheck(_ops.get({op!r}), args)
+print({op!r} in _ops._TRITON)
+"""
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("op", sorted({op for op, _ in CASES}))
+def test_registered_kernels_pass_opcheck(op):
+    code = OPCHECK.format(folder=os.path.dirname(__file__), op=op)
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "FASTVERIFY_BACKEND": "triton"}, capture_output=True,
+                          text=True)
+    assert done.returncode == 0 and done.stdout.split() == ["True"], done.stderr[-2000:]

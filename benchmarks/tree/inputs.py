@@ -13,7 +13,7 @@ class Pool(NamedTuple):
     state: DraftState
     prefix_len: torch.Tensor   # int32 [B]
     active: torch.Tensor       # int32 [B], all ones
-    parent_list: torch.Tensor  # int64 [B, 1 + levels*k]
+    parent_list: torch.Tensor  # int64 [B, 1 + (levels-1)*k]
 
 
 def draft_logits(rows: int, vocab: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
@@ -31,5 +31,6 @@ def drafted_pool(batch: int, k: int, levels: int, device: torch.device, seed: in
         rows = batch if level == 0 else batch * k
         values, tokens = draft_topk(draft_logits(rows, 4096, torch.float32, device, seed + level), k)
         grow_tree(values, tokens, torch.zeros(rows, hidden, dtype=torch.bfloat16, device=device), prefix, active, state, level)
-        parents.append(state.pool_index.view(batch, k).long().clone())
+        if level + 1 < levels:
+            parents.append(state.pool_index.view(batch, k).long().clone())
     return Pool(state, prefix, active, torch.cat(parents, 1))

@@ -15,6 +15,20 @@ namespace fv {
 constexpr int kUnitTokens = 64;
 constexpr int kMaxSplitBatch = 1024;  // more requests: whole sequences, no split
 
+// n / d for a d >= 1 known beforehand, in four instructions: m = floor(2^32 / d) gives the quotient or one less.
+struct Divider {
+    uint32_t d, m;
+    FV_HD uint32_t quotient(uint32_t n) const {
+#ifdef __CUDA_ARCH__
+        const uint32_t q = __umulhi(n, m);
+#else
+        const uint32_t q = static_cast<uint32_t>(static_cast<uint64_t>(n) * m >> 32);
+#endif
+        return q + (n - q * d >= d ? 1 : 0);
+    }
+};
+inline Divider divider(uint32_t d) { return {d, d == 1 ? ~0u : static_cast<uint32_t>((uint64_t{1} << 32) / d)}; }
+
 // ---- which keys a row sees -----------------------------------------------------------------------------------
 FV_HD uint64_t low_bits(int64_t n) { return n <= 0 ? 0 : n >= 64 ? ~0ull : (1ull << n) - 1; }
 
@@ -127,6 +141,24 @@ FV_HD int32_t range_length(int32_t total, int32_t blocks, int32_t least) {
     return length > least ? length : least;
 }
 
+// How the line is cut: ranges of `length`; pad > 1: every sequence starts with a range, its units rounded up to `pad`.
+struct Cut {
+    int32_t length, pad;
+};
+// `work`: units x row tiles x kv heads of all requests. Sequences that start with a range need no second piece in a block;
+// taken where that makes the ranges at most an eighth longer.
+FV_HD Cut cut_line(int32_t work, int32_t sequences, int32_t longest, int32_t blocks, int32_t least) {
+    const int32_t length = range_length(work, blocks, least);
+    if (sequences > 0 && sequences <= blocks) {
+        const int32_t aligned = range_length(longest, static_cast<int32_t>(static_cast<uint32_t>(blocks) / static_cast<uint32_t>(sequences)), least);
+        if (aligned <= length + length / 8 + 1) return {aligned, aligned};
+    }
+    return {length, 1};
+}
+FV_HD int32_t padded_units(int32_t units, int32_t pad) {
+    return pad == 1 ? units : static_cast<int32_t>((static_cast<uint32_t>(units) + pad - 1) / static_cast<uint32_t>(pad)) * pad;
+}
+
 // The pieces of the sequence [start, end) of the line: block `first` .. first + count - 1 hold one each.
 struct Pieces {
     int32_t first, count;
@@ -148,6 +180,7 @@ struct AttentionLaunch {
     int blocks;           // of 128 threads; persistent
     int least_units;      // of kUnitTokens per block
     int separate_merge;   // 1: few sequences, long: a second kernel merges, over the whole device
+    int sequences;        // that such a merge has blocks for; more are taken in turn
     int64_t smem;         // dynamic shared memory, bytes
 };
 
@@ -165,12 +198,12 @@ FV_HD constexpr int tile_tokens(int64_t head_dim) { return head_dim > 128 ? 32 :
 // Rows per warp; the 4 warps form tile_rows / warp_rows row groups, and those of one group share a tile's tokens.
 FV_HD constexpr int warp_rows(int64_t head_dim, int64_t tile_rows) { return head_dim > 128 || tile_rows == 16 ? 16 : 32; }
 
-constexpr int kMergeDepth = 16;                     // 16-byte loads in flight per thread of a merge
-constexpr int kMergeRing = kMergeDepth * 128 * 16;  // bytes of shared memory
+constexpr int kMaxBlocks = 511;
+constexpr int kMergeBytes = 32 * 1024;  // shared memory for the weights of a merge of pieces: 16 rows x 512 pieces
 
 // Fewest stages: two, and room for the 4 warps' results when a block merges them, and for a merge of pieces.
 FV_HD int least_stages(int64_t head_dim, int64_t tile_rows, int64_t stage_bytes) {
-    const int64_t own = 4 * warp_rows(head_dim, tile_rows) * head_dim * 4, staging = own > kMergeRing ? own : kMergeRing;
+    const int64_t own = 4 * warp_rows(head_dim, tile_rows) * head_dim * 4, staging = own > kMergeBytes ? own : kMergeBytes;
     const int64_t stages = (staging + stage_bytes - 1) / stage_bytes;
     return static_cast<int>(stages > 2 ? stages : 2);
 }
@@ -191,16 +224,17 @@ FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_h
     a.tile_rows = tile;
     a.stages = least_stages(head_dim, tile, stage);
     while (a.stages < kMaxStages && need(tile, a.stages + 1) <= (two ? half : one)) ++a.stages;
-    const int64_t blocks = sms * (two ? 2 : 1), most = tile == 16 && head_dim == 64 ? 511 : 1023;  // a merge keeps a weight per piece where Q was
-    a.blocks = static_cast<int>(blocks < most ? blocks : most);  // at most kMaxBlocks
+    const int blocks = sms * (two ? 2 : 1);
+    a.blocks = blocks < kMaxBlocks ? blocks : kMaxBlocks;
     a.smem = need(tile, a.stages);
-    a.least_units = 4;
-    a.separate_merge = batch * kv_heads * row_tiles(nodes, group, tile) * 8 < a.blocks;
+    a.least_units = 2;
+    const int64_t sequences = batch * kv_heads * row_tiles(nodes, group, tile);
+    a.separate_merge = sequences * 8 < a.blocks;
+    a.sequences = static_cast<int>(a.separate_merge ? sequences : 0);
     return a;
 }
 
 constexpr int64_t kCounterBytes = 4096;  // at the start of every workspace, whatever the shape; must be zero between calls
-constexpr int64_t kMaxBlocks = kCounterBytes / 4;
 
 // Bytes of the workspace: a counter per block, then two partial results per block.
 FV_HD int64_t partial_floats(int64_t tile_rows, int64_t head_dim) { return tile_rows * (head_dim + 2); }

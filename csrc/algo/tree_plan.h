@@ -14,6 +14,7 @@ constexpr int64_t kGrowSlice = 16384;   // nor fewer bytes of hidden rows than t
 // The largest power of two of blocks per item that keeps `items` clusters on the device at once and every slice useful.
 inline int cluster_of(int64_t items, int64_t size, int64_t slice, int64_t limit, int major, int sms) {
     int64_t blocks = 1;
+    if (items < 1) return 1;
     while (major >= 9 && 2 * blocks <= limit && 2 * blocks * items <= sms && 2 * blocks * slice <= size) blocks *= 2;
     return static_cast<int>(blocks);
 }

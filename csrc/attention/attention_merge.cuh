@@ -15,9 +15,9 @@ struct RowTarget {
     bool live;
 };
 __device__ __forceinline__ RowTarget row_target(const AttentionParams& p, const Piece& piece, int tile_rows, int row) {
-    const unsigned packed = static_cast<unsigned>(piece.tile) * tile_rows + row, group = p.group;
-    const unsigned node = packed / group;
-    return {piece.keys.row0 + node, static_cast<int>(piece.head * group + (packed - node * group)), node < piece.keys.nodes};
+    const unsigned packed = static_cast<unsigned>(piece.tile) * tile_rows + row, node = p.by_group.quotient(packed);
+    return {piece.keys.row0 + static_cast<int64_t>(node), static_cast<int>(piece.head * p.group + packed - node * p.group),
+            node < static_cast<unsigned>(piece.keys.nodes)};
 }
 
 // Factor from unnormalised O to out, given the row's maximum and sum; lse is written by the way.
@@ -42,102 +42,175 @@ __device__ __forceinline__ void store_out(const AttentionParams& p, const RowTar
     *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) = w;
 }
 
-// Rows [row0, row0 + count) of a sequence split into `pieces`. 128 threads; `weights`: count x (pieces.count + 1) floats,
-// `ring`: kMergeRing bytes, both in shared memory and not in use.
-template <int kHeadDim>
-__device__ __forceinline__ void merge_rows(const AttentionParams& p, const Piece& piece, Pieces pieces, int length,
-                                           int tile_rows, int row0, int count, float* weights, unsigned char* ring) {
-    const int64_t floats = partial_floats(tile_rows, kHeadDim);
-    const int64_t first = piece_slot(pieces.first, piece.start, length) * floats;   // then one slot 2 i per block
-    const int64_t rest = 2 * pieces.first * floats;
-    const auto partial = [&](int j) { return p.partials + (j == 0 ? first : rest + 2 * j * floats); };
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, stride = pieces.count + 1;
-#pragma unroll 1
-    for (int i = warp; i < count; i += 4) {
-        const int row = row0 + i;
-        const RowTarget target = row_target(p, piece, tile_rows, row);
-        float top = -INFINITY;
-#pragma unroll 1
-        for (int j = lane; j < pieces.count; j += 32) top = fmaxf(top, __ldcg(partial(j) + tile_rows * kHeadDim + row));
-        top = warp_max(top);
-        const float shift = top == -INFINITY ? 0.0f : top;
-        float sum = 0.0f;
-#pragma unroll 1
-        for (int j = lane; j < pieces.count; j += 32) {
-            const float* stats = partial(j) + tile_rows * kHeadDim + row;
-            const float w = exp2_approx(__ldcg(stats) - shift);
-            weights[i * stride + j] = w;
-            sum += w * __ldcg(stats + tile_rows);
-        }
-        sum = warp_sum(sum);
-        const float factor = target.live ? finish_row(p, target, piece.head, top, sum, lane == 0) : 0.0f;
-        if (lane == 0) weights[i * stride + pieces.count] = factor;
+// The partial results of a split sequence, one per piece.
+struct Partials {
+    const float *first, *rest;
+    int64_t step;
+    __device__ __forceinline__ Partials(const AttentionParams& p, int start, Pieces pieces, int length, int tile_rows, int head_dim) {
+        const int64_t floats = partial_floats(tile_rows, head_dim);
+        first = p.partials + piece_slot(pieces.first, start, length) * floats;
+        rest = p.partials + 2 * pieces.first * floats;  // the later ones each go on from the block before
+        step = 2 * floats;
     }
-    __syncthreads();
-    // a stream of 16-byte loads per thread: for each of its columns, the pieces in order
-    constexpr int kQuads = kHeadDim / 4;
-    const int columns = count * kQuads, mine = (columns - static_cast<int>(threadIdx.x) + 127) / 128, loads = mine * pieces.count;
-    unsigned char* slots = ring + threadIdx.x * 16;
-    int piece_in = 0, column_in = threadIdx.x;
-    const auto issue = [&](int i) {
-        if (i < loads) {
-            cp_async_16(slots + (i % kMergeDepth) * (128 * 16), partial(piece_in) + row0 * kHeadDim + column_in * 4);
-            if (++piece_in == pieces.count) piece_in = 0, column_in += 128;
+    __device__ __forceinline__ const float* operator[](int j) const { return j == 0 ? first : rest + j * step; }
+};
+
+// All rows of a sequence, by the block that comes last. 128 threads; `weights`: kMergeBytes of shared memory not in use.
+template <int kHeadDim, int kRows>
+__device__ __forceinline__ void merge_pieces(const AttentionParams& p, const Piece& piece, Pieces pieces, int length, float* weights) {
+    constexpr int kQuads = kHeadDim / 4, kStep = 128 / kQuads, kAtOnce = 8;  // rows between two quads of a thread
+    const Partials partials(p, piece.start, pieces, length, kRows, kHeadDim);
+    const int stride = pieces.count + 1, quad = threadIdx.x % kQuads;
+    int rows = kRows;  // at a time
+    while (rows > 16 && rows * stride * 4 > kMergeBytes) rows /= 2;
+#pragma unroll 1
+    for (int row0 = 0; row0 < kRows; row0 += rows) {
+        if (static_cast<int>(threadIdx.x) < rows) {
+            const int row = row0 + threadIdx.x;
+            float *mine = weights + threadIdx.x * stride, top = -INFINITY, sum = 0.0f;
+#pragma unroll 4
+            for (int j = 0; j < pieces.count; ++j) {
+                const float m = __ldcg(partials[j] + kRows * kHeadDim + row);
+                mine[j] = m;
+                top = fmaxf(top, m);
+            }
+            const float shift = top == -INFINITY ? 0.0f : top;
+#pragma unroll 4
+            for (int j = 0; j < pieces.count; ++j) {
+                const float w = exp2_approx(mine[j] - shift);
+                mine[j] = w;
+                sum += w * __ldcg(partials[j] + kRows * (kHeadDim + 1) + row);
+            }
+            const RowTarget target = row_target(p, piece, kRows, row);
+            mine[pieces.count] = target.live ? finish_row(p, target, piece.head, top, sum, true) : 0.0f;
         }
-        cp_async_commit();
-    };
+        __syncthreads();
 #pragma unroll 1
-    for (int i = 0; i < kMergeDepth - 1; ++i) issue(i);
-    int column = threadIdx.x, j = 0;
-    float4 sum = {};
+        for (int first = threadIdx.x / kQuads; first < rows; first += kStep * kAtOnce) {
+            float4 sum[kAtOnce] = {};
 #pragma unroll 1
-    for (int i = 0; i < loads; ++i) {
-        cp_async_wait<kMergeDepth - 2>();
-        const float4 v = *reinterpret_cast<const float4*>(slots + (i % kMergeDepth) * (128 * 16));
-        issue(i + kMergeDepth - 1);
-        const float* w = weights + column / kQuads * stride;
-        sum.x += w[j] * v.x, sum.y += w[j] * v.y, sum.z += w[j] * v.z, sum.w += w[j] * v.w;
-        if (++j < pieces.count) continue;
-        sum.x *= w[j], sum.y *= w[j], sum.z *= w[j], sum.w *= w[j];
-        const RowTarget target = row_target(p, piece, tile_rows, row0 + column / kQuads);
-        if (target.live) store_out(p, target, column % kQuads * 4, sum);
-        sum = {};
-        j = 0;
-        column += 128;
+            for (int j = 0; j < pieces.count; ++j) {
+                const float* from = partials[j] + (row0 + first) * kHeadDim + quad * 4;
+                float4 v[kAtOnce];
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    v[i] = first + i * kStep < rows ? __ldcg(reinterpret_cast<const float4*>(from + i * kStep * kHeadDim)) : float4{};
+                }
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    const float w = first + i * kStep < rows ? weights[(first + i * kStep) * stride + j] : 0.0f;
+                    sum[i].x += w * v[i].x, sum[i].y += w * v[i].y, sum[i].z += w * v[i].z, sum[i].w += w * v[i].w;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int row = first + i * kStep;
+                const RowTarget target = row_target(p, piece, kRows, row0 + row);
+                if (row >= rows || !target.live) continue;
+                const float w = weights[row * stride + pieces.count];
+                store_out(p, target, quad * 4, float4{sum[i].x * w, sum[i].y * w, sum[i].z * w, sum[i].w * w});
+            }
+        }
+        __syncthreads();
     }
-    cp_async_wait<0>();
 }
 
-constexpr int kMergeRows = 4;  // per item of the merge kernel
-
-// The second launch where few sequences are split into many pieces: every (block whose range ends inside a sequence,
-// kMergeRows rows) is an item. Cost: one read of the partial results.
+// The second launch where few sequences are split into many pieces. grid: rows of a tile x sequences; 4 warps share a
+// row's pieces. Cost: one read of the partial results.
 template <int kHeadDim>
 __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ AttentionParams p, int tile_rows) {
-    __shared__ int64_t scratch[4];
+    __shared__ int scratch[16];
+    __shared__ float stats[4][2];
     int* prefix = reinterpret_cast<int*>(dynamic_shared());
-    unsigned char* ring = dynamic_shared() + prefix_bytes(p.batch);
-    float* weights = reinterpret_cast<float*>(ring + kMergeRing);
-    const int total = lay_out_work(p, tile_rows, prefix, scratch);
-    if (total == 0) return;
-    const int length = range_length(total, p.blocks, p.least_units);
-    const int groups = tile_rows / kMergeRows, items = p.blocks * groups;
+    float* weights = reinterpret_cast<float*>(dynamic_shared() + prefix_bytes(p.batch));  // [pieces]
+    float4* sums = reinterpret_cast<float4*>(weights + (p.blocks + 3) / 4 * 4);           // [4][kHeadDim / 4]
+    constexpr int kQuads = kHeadDim / 4, kPerLane = kQuads > 32 ? kQuads / 32 : 1, kAtOnce = 8 / kPerLane;
+    const Line line = lay_out_work(p, tile_rows, prefix, scratch);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    wait_for_previous_launch();  // in every case: what comes after this launch counts on both
+    if (line.total == 0) return;
+    const int length = line.cut.length, row = blockIdx.x;
+    Piece piece;
+    int before = 0, sequence = blockIdx.y;  // sequences of the requests before piece.request
 #pragma unroll 1
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        const int64_t begin = static_cast<int64_t>(item / groups) * length;
-        if (begin + length >= total) return;  // the last range ends with the line
-        Piece piece;
-        piece.request = request_at(p, prefix, static_cast<int>(begin) + length - 1);
+    for (piece.request = 0; piece.request < p.batch; ++piece.request) {
         piece.keys = keys_of(p, piece.request);
-        take_piece(p, prefix, tile_rows, static_cast<int>(begin) + length - 1, 1, piece);
-        if (piece.start < begin || piece.stop <= begin + length) continue;  // began before, or ends here
-        const int row0 = item % groups * kMergeRows;
-        if (!row_target(p, piece, tile_rows, row0).live) continue;
-        __syncthreads();
-        merge_rows<kHeadDim>(p, piece, pieces_of(piece.start, piece.stop, length), length, tile_rows, row0, kMergeRows, weights, ring);
+        const int tiles = row_tiles(piece.keys.nodes, p.group, tile_rows), count = tiles * p.kv_heads;
+#pragma unroll 1
+        for (; sequence < before + count; sequence += gridDim.y) {
+            const int units = padded_units(piece.keys.units, line.cut.pad), local = sequence - before;
+            const int start = prefix[piece.request] * p.kv_heads + local * units;
+            const Pieces pieces = pieces_of(start, start + units, length);
+            piece.head = local / tiles;
+            piece.tile = local - piece.head * tiles;
+            const RowTarget target = row_target(p, piece, tile_rows, row);
+            if (pieces.count == 1 || !target.live) continue;
+            const Partials partials(p, start, pieces, length, tile_rows, kHeadDim);
+            float top = -INFINITY, sum = 0.0f;
+#pragma unroll 1
+            for (int j = threadIdx.x; j < pieces.count; j += 128) {
+                const float m = __ldcg(partials[j] + tile_rows * kHeadDim + row);
+                weights[j] = m;
+                top = fmaxf(top, m);
+            }
+            top = warp_max(top);
+            if (lane == 0) stats[warp][0] = top;
+            __syncthreads();
+            top = fmaxf(fmaxf(stats[0][0], stats[1][0]), fmaxf(stats[2][0], stats[3][0]));
+            const float shift = top == -INFINITY ? 0.0f : top;
+#pragma unroll 1
+            for (int j = threadIdx.x; j < pieces.count; j += 128) {
+                const float w = exp2_approx(weights[j] - shift);
+                weights[j] = w;
+                sum += w * __ldcg(partials[j] + tile_rows * (kHeadDim + 1) + row);
+            }
+            sum = warp_sum(sum);
+            if (lane == 0) stats[warp][1] = sum;
+            __syncthreads();
+            float4 acc[kPerLane] = {};
+            if (lane < kQuads) {
+#pragma unroll 1
+                for (int j0 = warp; j0 < pieces.count; j0 += 4 * kAtOnce) {
+                    float4 v[kAtOnce][kPerLane];
+#pragma unroll
+                    for (int i = 0; i < kAtOnce; ++i) {
+                        const int j = j0 + 4 * i;
+#pragma unroll
+                        for (int c = 0; c < kPerLane; ++c) {
+                            v[i][c] = j < pieces.count
+                                ? __ldcg(reinterpret_cast<const float4*>(partials[j] + row * kHeadDim) + lane + 32 * c) : float4{};
+                        }
+                    }
+#pragma unroll
+                    for (int i = 0; i < kAtOnce; ++i) {
+                        const float w = j0 + 4 * i < pieces.count ? weights[j0 + 4 * i] : 0.0f;
+#pragma unroll
+                        for (int c = 0; c < kPerLane; ++c) {
+                            acc[c].x += w * v[i][c].x, acc[c].y += w * v[i][c].y, acc[c].z += w * v[i][c].z, acc[c].w += w * v[i][c].w;
+                        }
+                    }
+                }
+#pragma unroll
+                for (int c = 0; c < kPerLane; ++c) sums[warp * kQuads + lane + 32 * c] = acc[c];
+            }
+            __syncthreads();
+            if (static_cast<int>(threadIdx.x) < kQuads) {
+                const float all = (stats[0][1] + stats[1][1]) + (stats[2][1] + stats[3][1]);
+                const float factor = finish_row(p, target, piece.head, top, all, threadIdx.x == 0);
+                float4 v = {};
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    const float4 x = sums[w * kQuads + threadIdx.x];
+                    v.x += x.x, v.y += x.y, v.z += x.z, v.w += x.w;
+                }
+                store_out(p, target, 4 * threadIdx.x, float4{v.x * factor, v.y * factor, v.z * factor, v.w * factor});
+            }
+            __syncthreads();
+        }
+        before += count;
     }
 }
 
-inline int64_t merge_smem(int64_t batch, int64_t blocks) { return prefix_bytes(batch) + kMergeRing + kMergeRows * (blocks + 1) * 4; }
+inline int64_t merge_smem(int64_t batch, int64_t blocks) { return prefix_bytes(batch) + (blocks + 3) / 4 * 16 + 4 * 256 * 4; }
 
 }  // namespace fv

@@ -3,6 +3,8 @@
 #pragma once
 #include <cstdint>
 
+#include "algo/attention_plan.h"
+
 namespace fv {
 
 enum class Element : int32_t { kF32, kBf16, kF16, kE4m3 };
@@ -27,6 +29,7 @@ struct AttentionParams {
     int64_t rows, words, table_columns, num_pages, row_base, capacity;  // capacity: table_columns * page_size
     int64_t k_scale_stride, v_scale_stride;
     int32_t batch, kv_heads, group, head_dim, page_size, window, blocks, stages, least_units, separate_merge;
+    Divider by_group, by_page_size;
     Element q_type, kv_type;
     float scale, softcap;     // scale times log2(e)
 };

@@ -104,13 +104,6 @@ __device__ __forceinline__ void load_v(uint32_t (&b)[2][4], const unsigned char*
     }
 }
 
-// Column of accumulator element (block n of 8, element e of 0..1) of the lane; fp8: see load_v.
-template <class T>
-__device__ __forceinline__ int output_dim(int n, int e, int lane) {
-    if (T::Kv::kBytes == 2) return 8 * n + 2 * (lane & 3) + e;
-    return 16 * (n >> 1) + 4 * (lane & 3) + 2 * e + (n & 1);
-}
-
 // Eight 16-bit floats of q at chunk `chunk` of a row, as fp8 kernels want them: f16, words in the order that pairs the
 // dims 4t..4t+3 of lane t (see load_k). Beyond f16's range: the largest f16.
 __device__ __forceinline__ void store_q_paired(unsigned char* q, int row_bytes_swizzled_lo, int row_bytes_swizzled_hi, int half,

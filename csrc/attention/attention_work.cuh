@@ -11,44 +11,62 @@ __device__ __forceinline__ RequestKeys keys_of(const AttentionParams& p, int b) 
     return request_keys(p.cu_nodes[b], p.cu_nodes[b + 1], p.prefix[b], p.rows, p.row_base, p.capacity, p.window, p.mask == nullptr);
 }
 
-// prefix[b] = units x row tiles of the requests before b, prefix[batch] the total. Returns heads x total, or 0 where
-// sequences are not to be split. All threads call it; `scratch`: 4 int64 of shared memory.
-__device__ __forceinline__ int lay_out_work(const AttentionParams& p, int tile_rows, int* prefix, int64_t* scratch) {
-    if (p.partials == nullptr || p.batch > kMaxSplitBatch) return 0;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    const int each = (p.batch + static_cast<int>(blockDim.x) - 1) / static_cast<int>(blockDim.x);
-    const int begin = static_cast<int>(threadIdx.x) * each, end = min(begin + each, p.batch);
-    int64_t mine = 0;
+struct Line {
+    int total;   // positions; 0: sequences are not to be split
+    Cut cut;
+};
+
+// prefix[b] = positions of the requests before b per kv head (padded units x row tiles), prefix[batch] of all. All
+// threads call it; `scratch`: 16 ints of shared memory.
+__device__ __forceinline__ Line lay_out_work(const AttentionParams& p, int tile_rows, int* prefix, int* scratch) {
+    if (p.partials == nullptr || p.batch > kMaxSplitBatch) return {0, {0, 1}};
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int each = (p.batch + 127) / 128, begin = min(static_cast<int>(threadIdx.x) * each, p.batch), end = min(begin + each, p.batch);
+    float size = 0.0f;  // of the line, to see whether it fits an int
+    int work = 0, tiles = 0, longest = 0, units = 0, rows = 0;
 #pragma unroll 1
     for (int b = begin; b < end; ++b) {
         const RequestKeys r = keys_of(p, b);
-        mine += r.units * row_tiles(r.nodes, p.group, tile_rows);
+        units = r.units, rows = row_tiles(r.nodes, p.group, tile_rows);
+        work += units * rows, tiles += rows, longest = max(longest, units);
+        size += static_cast<float>(units) * static_cast<float>(rows);
     }
-    int64_t sum = mine;
+    size = warp_sum(size), work = warp_sum(work), tiles = warp_sum(tiles), longest = warp_max(longest);
+    if (lane == 0) scratch[warp] = work, scratch[4 + warp] = tiles, scratch[8 + warp] = longest, scratch[12 + warp] = __float_as_int(size);
+    __syncthreads();
+    work = (scratch[0] + scratch[1]) + (scratch[2] + scratch[3]);
+    tiles = (scratch[4] + scratch[5]) + (scratch[6] + scratch[7]);
+    longest = max(max(scratch[8], scratch[9]), max(scratch[10], scratch[11]));
+    size = (__int_as_float(scratch[12]) + __int_as_float(scratch[13])) + (__int_as_float(scratch[14]) + __int_as_float(scratch[15]));
+    if (size * static_cast<float>(p.kv_heads) > 1e9f) return {0, {0, 1}};
+    const Cut cut = cut_line(work * p.kv_heads, tiles * p.kv_heads, longest, p.blocks, p.least_units);
+    int sum = 0;
+#pragma unroll 1
+    for (int b = begin; b < end; ++b) {
+        if (each > 1) {
+            const RequestKeys r = keys_of(p, b);
+            units = r.units, rows = row_tiles(r.nodes, p.group, tile_rows);
+        }
+        prefix[b] = sum;  // of this thread's requests, for now
+        sum += padded_units(units, cut.pad) * rows;
+    }
+    int before = sum;
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) {
-        const int64_t other = __shfl_up_sync(kFullWarp, sum, d);
-        if (lane >= d) sum += other;
+        const int other = __shfl_up_sync(kFullWarp, before, d);
+        if (lane >= d) before += other;
     }
-    if (lane == 31) scratch[warp] = sum;
+    __syncthreads();  // scratch has been read
+    if (lane == 31) scratch[warp] = before;
     __syncthreads();
-    int64_t before = sum - mine, total = 0;
+    before -= sum;
+    for (int w = 0; w < warp; ++w) before += scratch[w];
 #pragma unroll 1
-    for (int w = 0; w < warps; ++w) {
-        if (w < warp) before += scratch[w];
-        total += scratch[w];
-    }
-    if (total * p.kv_heads > INT32_MAX) return 0;
-#pragma unroll 1
-    for (int b = begin; b < end; ++b) {
-        prefix[b] = static_cast<int>(before);
-        if (b + 1 == end) break;
-        const RequestKeys r = keys_of(p, b);
-        before += r.units * row_tiles(r.nodes, p.group, tile_rows);
-    }
-    if (threadIdx.x == 0) prefix[p.batch] = static_cast<int>(total);
+    for (int b = begin; b < end; ++b) prefix[b] += before;
+    const int total = (scratch[0] + scratch[1]) + (scratch[2] + scratch[3]);
+    if (threadIdx.x == 0) prefix[p.batch] = total;
     __syncthreads();
-    return static_cast<int>(total) * p.kv_heads;
+    return {total * p.kv_heads, cut};
 }
 
 struct Piece {
@@ -70,9 +88,10 @@ __device__ __forceinline__ int request_at(const AttentionParams& p, const int* p
 }
 
 // Fills in where position `at` of the line lies and takes from there at most `limit` positions. Needs piece.request, .keys.
-__device__ __forceinline__ int take_piece(const AttentionParams& p, const int* prefix, int tile_rows, int at, int limit, Piece& piece) {
+__device__ __forceinline__ int take_piece(const AttentionParams& p, const int* prefix, int tile_rows, int pad, int at, int limit,
+                                          Piece& piece) {
     const int base = prefix[piece.request] * p.kv_heads;
-    const unsigned local = static_cast<unsigned>(at - base), units = piece.keys.units;
+    const unsigned local = static_cast<unsigned>(at - base), units = padded_units(piece.keys.units, pad);
     const unsigned tiles = static_cast<unsigned>(row_tiles(piece.keys.nodes, p.group, tile_rows));
     const unsigned sequence = local / units, unit = local - sequence * units;
     const unsigned head = sequence / tiles;
@@ -88,14 +107,15 @@ __device__ __forceinline__ int take_piece(const AttentionParams& p, const int* p
 
 // Walks a block's pieces. Lives in shared memory with the piece: one thread moves it.
 struct Worker {
-    int at, stop, length;        // on the line of work; length 0: whole sequences, `item` of requests x heads
+    int at, stop, length, pad;   // on the line of work; length 0: whole sequences, `item` of requests x heads
     int item, tile;
 
-    __device__ __forceinline__ void start(const AttentionParams& p, int total) {
-        length = total > 0 ? range_length(total, static_cast<int>(gridDim.x), p.least_units) : 0;
+    __device__ __forceinline__ void start(const Line& line) {
+        length = line.total > 0 ? line.cut.length : 0;
+        pad = line.cut.pad;
         const int64_t begin = static_cast<int64_t>(blockIdx.x) * length;
-        at = static_cast<int>(begin < total ? begin : total);
-        stop = min(at + length, total);
+        at = static_cast<int>(begin < line.total ? begin : line.total);
+        stop = min(at + length, line.total);
         item = static_cast<int>(blockIdx.x);
         tile = 0;
     }
@@ -106,7 +126,7 @@ struct Worker {
             piece.request = length > 0 ? request_at(p, prefix, at) : item / p.kv_heads;
             piece.keys = keys_of(p, piece.request);
             if (length > 0) {
-                at += take_piece(p, prefix, tile_rows, at, stop - at, piece);
+                at += take_piece(p, prefix, tile_rows, pad, at, stop - at, piece);
                 return true;
             }
             if (tile < row_tiles(piece.keys.nodes, p.group, tile_rows)) break;

@@ -58,8 +58,7 @@ void run_tiles(const Launch& launch, AttentionParams& p, const AttentionLaunch& 
     launch.run(kernel, dim3(choice.blocks), dim3(128), choice.smem, p);
     if (!p.partials || !p.separate_merge || p.batch > kMaxSplitBatch) return;
     const auto merge = p.head_dim == 64 ? merge_kernel<64> : p.head_dim == 128 ? merge_kernel<128> : merge_kernel<256>;
-    const int items = choice.blocks * choice.tile_rows / kMergeRows, most = 8 * launch.props.sms;
-    launch.run(merge, dim3(items < most ? items : most), dim3(128), merge_smem(p.batch, choice.blocks), p, choice.tile_rows);
+    launch.run_overlapped(merge, dim3(choice.tile_rows, choice.sequences), dim3(128), merge_smem(p.batch, choice.blocks), p, choice.tile_rows);
 }
 
 void tree_attention_cuda(const Tensor q, const Tensor k_cache, const Tensor v_cache, const std::optional<Tensor> mask,
@@ -100,6 +99,7 @@ void tree_attention_cuda(const Tensor q, const Tensor k_cache, const Tensor v_ca
     p.batch = static_cast<int32_t>(n.requests), p.kv_heads = static_cast<int32_t>(n.kv_heads);
     p.group = static_cast<int32_t>(n.heads / n.kv_heads), p.head_dim = static_cast<int32_t>(n.head_dim);
     p.window = static_cast<int32_t>(window);
+    p.by_group = divider(static_cast<uint32_t>(p.group)), p.by_page_size = divider(static_cast<uint32_t>(p.page_size));
     p.q_type = element(q.scalar_type()), p.kv_type = element(k_cache.scalar_type());
     p.scale = static_cast<float>(scale * 1.4426950408889634), p.softcap = static_cast<float>(softcap);
 

@@ -30,10 +30,10 @@ struct Attend {
           row_group(warp / T::kSplit), share(warp % T::kSplit) {}
 
     __device__ __forceinline__ void load_q(const Piece& piece) {
-        constexpr int kChunks = T::kHeadDim / 8;
-#pragma unroll 1
-        for (int i = threadIdx.x; i < T::kRows * kChunks; i += T::kThreads) {
-            const int row = i / kChunks, chunk = i % kChunks;
+        constexpr int kChunks = T::kHeadDim / 8, kStep = T::kThreads / kChunks;
+        const int chunk = threadIdx.x % kChunks;
+#pragma unroll 4
+        for (int row = threadIdx.x / kChunks; row < T::kRows; row += kStep) {
             const RowTarget t = row_target(p, piece, T::kRows, row);
             const uint16_t* src = static_cast<const uint16_t*>(p.q) + (t.live ? t.row * p.q_row + t.head * p.q_head : 0) + chunk * 8;
             if constexpr (Kv::kBytes == 2) {
@@ -46,16 +46,24 @@ struct Attend {
         }
     }
 
-    // The row of this lane's token of a tile: lanes 0..15 in K, 16..31 in V; null: no such cell.
-    __device__ __forceinline__ const unsigned char* find_cell(const Piece& piece, int tile_begin) {
-        const int token = lane & 15, at = tile_begin + warp * T::kLoadTokens + token;
-        if (token >= T::kLoadTokens || at < piece.keys.first || at >= piece.end) return nullptr;
-        const unsigned position = static_cast<unsigned>(at), size = p.page_size, column = position / size;
-        const int64_t page = p.table[piece.request * p.table_row + column];
+    // This lane's token of a tile: lanes 0..15 look after K, 16..31 after V of the warp's tokens.
+    __device__ __forceinline__ int position_of(int tile_begin) { return tile_begin + warp * T::kLoadTokens + (lane & 15); }
+
+    // The page of that token, -1: none. The load is used one tile later.
+    __device__ __forceinline__ int find_page(const Piece& piece, int tile_begin) {
+        const int at = position_of(tile_begin);
+        if ((lane & 15) >= T::kLoadTokens || at < piece.keys.first || at >= piece.end) return -1;
+        return p.table[piece.request * p.table_row + p.by_page_size.quotient(static_cast<unsigned>(at))];
+    }
+
+    // The token's row in K or V; null: no such cell.
+    __device__ __forceinline__ const unsigned char* find_cell(const Piece& piece, int tile_begin, int page) {
         if (page < 0 || page >= p.num_pages) return nullptr;
-        const int64_t slot = position - column * size;
-        return lane < 16 ? p.k + piece.head * p.k_head + page * p.k_page + slot * p.k_slot
-                         : p.v + piece.head * p.v_head + page * p.v_page + slot * p.v_slot;
+        const bool is_k = lane < 16;
+        const unsigned at = static_cast<unsigned>(position_of(tile_begin));
+        const int slot = static_cast<int>(at - p.by_page_size.quotient(at) * p.page_size);
+        return (is_k ? p.k : p.v) + piece.head * (is_k ? p.k_head : p.v_head) + page * (is_k ? p.k_page : p.v_page) +
+               slot * (is_k ? p.k_slot : p.v_slot);
     }
 
     // This warp's tokens of one tile into `stage`; cells that do not exist become zeros.
@@ -277,6 +285,7 @@ struct Attend {
             end = static_cast<int>(min(static_cast<int64_t>(end), piece.keys.prefix + p.row_base + last));
         }
         const int tiles = end > piece.begin ? (end - piece.begin + T::kTokens - 1) / T::kTokens : 0;
+        int page = tiles > 0 ? find_page(piece, piece.begin) : -1;
         load_q(piece);
         const float scale = p.scale * (p.k_scale ? p.k_scale[piece.head * p.k_scale_stride] : 1.0f);
         const int free_end = piece.keys.prefix;  // tiles that end here or before hold prefix only
@@ -288,7 +297,6 @@ struct Attend {
 #pragma unroll
             for (int n = 0; n < T::kOt; ++n) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0.0f;
         }
-        const unsigned char* cell = tiles > 0 ? find_cell(piece, piece.begin) : nullptr;
         unsigned char *into = ring, *from = ring, *const ring_end = ring + stages * T::kStage;
 #pragma unroll 1
         for (int i = 1 - stages; i < tiles; ++i) {  // loads tile i + stages - 1, then works on tile i
@@ -298,9 +306,9 @@ struct Attend {
                 if (T::kOwnTokens && i > 0) __syncwarp(); else __syncthreads();  // the first tile also waits for Q
             }
             if (load < tiles) {
-                load_tile(into, cell);
+                load_tile(into, find_cell(piece, begin + (stages - 1) * T::kTokens, page));
                 if ((into += T::kStage) == ring_end) into = ring;
-                if (load + 1 < tiles) cell = find_cell(piece, begin + stages * T::kTokens);
+                if (load + 1 < tiles) page = find_page(piece, begin + stages * T::kTokens);
             }
             cp_async_commit();
             if (i < 0) continue;
@@ -362,35 +370,50 @@ struct Attend {
             for (int h = 0; h < 2; ++h) {
                 const int row = row_group * T::kWarpRows + 16 * m + 8 * h + lane / 4;
                 const float factor = exp2_approx(top[m][h] - total[2 * row]);
-                float* to = staged + static_cast<int64_t>(share * T::kRows + row) * T::kHeadDim;
+                float* to = staged + (share * T::kRows + row) * T::kHeadDim;
                 const int swizzle = (row & 3) << 3;
+                if constexpr (Kv::kBytes == 2) {
 #pragma unroll
-                for (int n = 0; n < T::kOt; ++n) {
+                    for (int n = 0; n < T::kOt; ++n) {
+                        *reinterpret_cast<float2*>(to + (8 * n ^ swizzle) + 2 * (lane & 3)) =
+                            float2{o[m][n][2 * h] * factor, o[m][n][2 * h + 1] * factor};
+                    }
+                } else {  // the dims of load_v
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) to[output_dim<T>(n, e, lane) ^ swizzle] = o[m][n][2 * h + e] * factor;
+                    for (int n = 0; n < T::kOt; n += 2) {
+                        *reinterpret_cast<float4*>(to + ((8 * n + 4 * (lane & 3)) ^ swizzle)) =
+                            float4{o[m][n][2 * h] * factor, o[m][n + 1][2 * h] * factor, o[m][n][2 * h + 1] * factor,
+                                   o[m][n + 1][2 * h + 1] * factor};
+                    }
                 }
             }
         }
         __syncthreads();
-        constexpr int kQuads = T::kHeadDim / 4;
-#pragma unroll 2
-        for (int i = threadIdx.x; i < T::kRows * kQuads; i += T::kThreads) {
-            const int row = i / kQuads, dim = i % kQuads * 4;
-            float4 v = {};
+        constexpr int kQuads = T::kHeadDim / 4, kStep = T::kThreads / kQuads;
+        const int quad = threadIdx.x % kQuads, first = threadIdx.x / kQuads;
+        const float4* quads = reinterpret_cast<const float4*>(staged);
+        const auto gather = [&](int row) {
+            float4 v = quads[row * kQuads + (quad ^ (row & 3) << 1)];
 #pragma unroll
-            for (int w = 0; w < T::kSplit; ++w) {
-                const float4 x = *reinterpret_cast<const float4*>(staged + static_cast<int64_t>(w * T::kRows + row) * T::kHeadDim +
-                                                                  (dim ^ (row & 3) << 3));
+            for (int w = 1; w < T::kSplit; ++w) {
+                const float4 x = quads[(w * T::kRows + row) * kQuads + (quad ^ (row & 3) << 1)];
                 v.x += x.x, v.y += x.y, v.z += x.z, v.w += x.w;
             }
-            if (partial) {
-                __stcg(reinterpret_cast<float4*>(partial + row * T::kHeadDim + dim), v);
-            } else {
-                const RowTarget t = row_target(p, piece, T::kRows, row);
-                const float factor = total[2 * row + 1];
-                v.x *= factor, v.y *= factor, v.z *= factor, v.w *= factor;
-                if (t.live) store_out(p, t, dim, v);
+            return v;
+        };
+        if (partial) {
+#pragma unroll 8
+            for (int row = first; row < T::kRows; row += kStep) {
+                __stcg(reinterpret_cast<float4*>(partial + row * T::kHeadDim) + quad, gather(row));
             }
+            return;
+        }
+#pragma unroll 4
+        for (int row = first; row < T::kRows; row += kStep) {
+            const RowTarget t = row_target(p, piece, T::kRows, row);
+            const float factor = total[2 * row + 1];
+            const float4 v = gather(row);
+            if (t.live) store_out(p, t, 4 * quad, float4{v.x * factor, v.y * factor, v.z * factor, v.w * factor});
         }
     }
 };
@@ -416,13 +439,13 @@ __device__ __forceinline__ void clear_padding(const AttentionParams& p) {
 // grid: persistent; block: 128 threads; dynamic shared memory: prefix sums, Q, ring (attention_launch).
 template <class T>
 __global__ void __launch_bounds__(128, 2) tree_attention_kernel(const __grid_constant__ AttentionParams p) {
-    __shared__ int64_t scratch[4];
+    __shared__ int scratch[16];
     __shared__ int flag;
     __shared__ Worker worker;
     __shared__ Piece piece;
     int* prefix = reinterpret_cast<int*>(dynamic_shared());
-    const int total = lay_out_work(p, T::kRows, prefix, scratch);
-    if (threadIdx.x == 0) worker.start(p, total);
+    const Line line = lay_out_work(p, T::kRows, prefix, scratch);
+    if (threadIdx.x == 0) worker.start(line);
     Attend<T> attend(p, dynamic_shared() + prefix_bytes(p.batch));
 #pragma unroll 1
     for (;;) {
@@ -435,14 +458,7 @@ __global__ void __launch_bounds__(128, 2) tree_attention_kernel(const __grid_con
             : p.partials + piece_slot(blockIdx.x, piece.start, worker.length) * partial_floats(T::kRows, T::kHeadDim);
         attend.finish(piece, partial);
         if (partial && !p.separate_merge && last_block(p.counters + pieces.first, pieces.count, &flag)) {
-            float* weights = reinterpret_cast<float*>(attend.q_smem);
-            const int most = max(1, T::kQBytes / 4 / (pieces.count + 1));
-#pragma unroll 1
-            for (int row = 0; row < T::kRows; row += most) {
-                if (!row_target(p, piece, T::kRows, row).live) break;
-                merge_rows<T::kHeadDim>(p, piece, pieces, worker.length, T::kRows, row, min(most, T::kRows - row), weights, attend.ring);
-                __syncthreads();
-            }
+            merge_pieces<T::kHeadDim, T::kRows>(p, piece, pieces, worker.length, reinterpret_cast<float*>(attend.ring));
         }
         __syncthreads();
     }

@@ -102,13 +102,20 @@ public:
     // Every block of the grid runs at the same time (kernels that wait for other blocks); too large a grid is an error.
     template <class... P, class... A>
     void run_resident(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, A... args) const {
-        launch(kernel, 1, true, grid, block, smem, args...);
+        launch(kernel, 1, kResident, grid, block, smem, args...);
+    }
+
+    // May start while the launch before it in the stream still runs (sm_90 and newer; elsewhere as `run`): the kernel calls
+    // wait_for_previous_launch() (ptx.cuh) before it reads what that one writes.
+    template <class... P, class... A>
+    void run_overlapped(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, A... args) const {
+        launch(kernel, 1, props.major >= 9 ? kOverlapped : kPlain, grid, block, smem, args...);
     }
 
     // cluster > 1: blocks in x form clusters of that size (sm_90 and newer only).
     template <class... P, class... A>
     void run_cluster(void (*kernel)(P...), int cluster, dim3 grid, dim3 block, size_t smem, A... args) const {
-        launch(kernel, cluster, false, grid, block, smem, args...);
+        launch(kernel, cluster, kPlain, grid, block, smem, args...);
     }
 
     void fill(void* ptr, int byte, size_t bytes) const {
@@ -117,9 +124,10 @@ public:
 
 private:
     torch::stable::accelerator::DeviceGuard guard_;
+    enum Kind { kPlain, kResident, kOverlapped };
 
     template <class... P, class... A>
-    void launch(void (*kernel)(P...), int cluster, bool resident, dim3 grid, dim3 block, size_t smem, A... args) const {
+    void launch(void (*kernel)(P...), int cluster, Kind kind, dim3 grid, dim3 block, size_t smem, A... args) const {
         if (smem > 48 * 1024) {
             FV_CUDA_CHECK(op, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)));
@@ -139,11 +147,15 @@ private:
             attribute[0].val.clusterDim.x = static_cast<unsigned>(cluster);
             attribute[0].val.clusterDim.y = attribute[0].val.clusterDim.z = 1;
         }
-        if (resident) {
+        if (kind == kResident) {
             attribute[0].id = cudaLaunchAttributeCooperative;
             attribute[0].val.cooperative = 1;
         }
-        if (cluster > 1 || resident) {
+        if (kind == kOverlapped) {
+            attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+            attribute[0].val.programmaticStreamSerializationAllowed = 1;
+        }
+        if (cluster > 1 || kind != kPlain) {
             config.attrs = attribute;
             config.numAttrs = 1;
         }

@@ -106,6 +106,7 @@ __device__ __forceinline__ Entry load_entry(const BuildTree& a, int64_t b, int i
 
 __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildTree a) {
     __shared__ int32_t chosen[kMaxNodes], up[kMaxNodes], jump[kMaxThreads], warp_counts[32], flags;
+    __shared__ uint32_t reduced[33];
     __shared__ int64_t token_of[kMaxNodes], first_rows[32];
     __shared__ SelectShared select;
     uint32_t* const orders = reinterpret_cast<uint32_t*>(dynamic_shared());  // [pool], or bits of phase A
@@ -140,8 +141,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
         const int32_t* const parents = a.pool_parents + b * M;
         int alive = 0;
         bool bad = false;
+        uint32_t least = ~0u, most = 0;  // orders of living entries
+        Entry ahead = own;
         for (int start = 0; start < M; start += threads) {
             const int i = start + t;
+            const Entry e = ahead;
+            if (a.stored && i + threads < M) ahead = load_entry(a, b, i + threads, false);
             uint32_t order = kOrderedMinusInf;
             if (!a.stored) {
                 if (i < M) {
@@ -149,11 +154,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
                     bad = bad || !valid_parent(parents[i], i);
                 }
                 alive += __syncthreads_count(order > kOrderedMinusInf);
+                least = order > kOrderedMinusInf && order < least ? order : least;
+                most = order > most ? order : most;
                 continue;
             }
             int next = -1;  // an ancestor among these entries that is not taken in yet
             if (i < M) {
-                const Entry e = start == 0 ? own : load_entry(a, b, i, false);
                 const int p = e.parent;
                 if (valid_parent(p, i)) {
                     order = own_order(e.score);
@@ -184,6 +190,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
                 }
             }
             alive += __syncthreads_count(order > kOrderedMinusInf);
+            least = order > kOrderedMinusInf && order < least ? order : least;
+            most = order > most ? order : most;
         }
         if (bad) atomicOr(&flags, kFlagBadTree);
 
@@ -195,7 +203,15 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
             const auto each = [&](const auto& f) {
                 for (int i = t; i < M; i += threads) f(short_key(order_of(i), static_cast<uint32_t>(i)));
             };
-            cut = block_select(each, cut, short_key(ordered_bits(0.0f), 0), static_cast<uint32_t>(n), select);
+            uint64_t high = short_key(ordered_bits(0.0f), 0);
+            if (M > 2 * threads) {  // a narrow range spreads the first digits: fewer threads at one counter
+                least = block_reduce(least, [](uint32_t x, uint32_t y) { return x < y ? x : y; }, reduced);
+                __syncthreads();
+                most = block_reduce(most, [](uint32_t x, uint32_t y) { return x > y ? x : y; }, reduced);
+                cut = static_cast<uint64_t>(least) << kIdBits;
+                high = short_key(most, 0);
+            }
+            cut = block_select(each, cut, high, static_cast<uint32_t>(n), select);
         }
 
         // D: the chosen entries, ascending

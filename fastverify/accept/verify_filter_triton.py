@@ -3,9 +3,10 @@
 import triton
 import triton.language as tl
 
-from .._triton_numeric import MINUS_INF, NO_KEY, exp_below, log_exact, make_key, mass, ordered, unordered
+from .._triton_numeric import (MAX, MINUS_INF, NO_KEY, exp_below, gumbel, log_exact, make_key, mass, may_exceed, ordered,
+                               philox, unordered)
 from .verify_row_triton import BAD_KEY, noise_of_ids, process, request_of_row, resolve, seed_words
-from .verify_scan_triton import depth_of
+from .verify_scan_triton import MARKS, depth_of, mark
 
 
 @triton.jit
@@ -80,6 +81,7 @@ def _filter(
         keys,       # int64 [R, SPLITS] in: keys of splits; out: the row's key at split 0
         maxima,     # int32 [R, GROUPS]
         masses,     # int64 [R, SPLITS]
+        marks,      # int64 [R, SPLITS, MARKS]
         listed,     # int32 [R, GROUPS] scratch: groups that hold candidates
         found,      # int32 [R, CAP] scratch: candidates, ordered z
         found_ids,  # int32 [R, CAP] scratch
@@ -102,11 +104,19 @@ def _filter(
             top = tl.max(tops, 0)
             if top > MINUS_INF:
                 total = tl.full((), 0, tl.int64)
+                low = tl.full((), MINUS_INF, tl.int32)  # the cut of top-p without top-k lies in [low, high]
+                high = top
                 if (P < 1.0) & (K == 0):
                     total = tl.sum(tl.load(masses + row.to(tl.int64) * SPLITS + splits, splits < SPLITS, other=0), 0)
+                    at_mark = (row.to(tl.int64) * SPLITS + splits)[:, None] * MARKS + tl.arange(0, MARKS)[None, :]
+                    marked = tl.sum(tl.load(marks + at_mark, (splits < SPLITS)[:, None], other=0), 0)
+                    j = tl.sum((marked < needed_mass(total, P)).to(tl.int32), 0)
+                    zmax = unordered(top)
+                    low = tl.where(j < MARKS, ordered(mark(zmax, j)), MINUS_INF)
+                    high = tl.where(j > 0, ordered(mark(zmax, j - 1)) - 1, top)
                 best = best_filtered(
-                    logits, row, row_stride, T, K, P, M, total, tops, top, seed, prefix_len, b, cu_nodes, tokens, parents,
-                    penalties, bias, bitmask, counts, listed + row.to(tl.int64) * GROUPS, found + row.to(tl.int64) * CAP,
+                    logits, row, row_stride, T, K, P, M, total, low, high, tops, top, seed, prefix_len, b, cu_nodes, tokens,
+                    parents, penalties, bias, bitmask, counts, listed + row.to(tl.int64) * GROUPS, found + row.to(tl.int64) * CAP,
                     found_ids + row.to(tl.int64) * CAP, V, GROUP, GROUPS, GROUPS_PADDED, CAP, FEW, BLOCKS)
         tl.debug_barrier()
         tl.store(keys + row.to(tl.int64) * SPLITS, best | bad_bit)
@@ -114,23 +124,19 @@ def _filter(
 
 @triton.jit
 def best_filtered(
-        logits, row, row_stride, T, K, P, M, total, tops, top, seed, prefix_len, b, cu_nodes, tokens, parents, penalties, bias,
-        bitmask, counts, listed, found, found_ids, V, GROUP: tl.constexpr, GROUPS, GROUPS_PADDED: tl.constexpr,
+        logits, row, row_stride, T, K, P, M, total, low, high, tops, top, seed, prefix_len, b, cu_nodes, tokens, parents,
+        penalties, bias, bitmask, counts, listed, found, found_ids, V, GROUP: tl.constexpr, GROUPS, GROUPS_PADDED: tl.constexpr,
         CAP: tl.constexpr, FEW: tl.constexpr, BLOCKS: tl.constexpr):
     """The key of a row that has filters and a finite entry. tops int32 [GROUPS_PADDED]: maxima; top: their maximum."""
     zmax = unordered(top)
     begin = tl.load(cu_nodes + b)
     node = row - begin
     at = tl.arange(0, GROUPS_PADDED)
-    # 1. a lower bound of the cut, from one entry per group: the cut of a part is never above that of the whole
-    least = tl.min(tl.where(at < GROUPS, tops, top), 0)
-    bound = tl.full((), MINUS_INF, tl.int32)
+    # 1. a lower bound of the cut: of top-k, from one entry per group (k of a part are never above k of the whole)
+    bound = low
     if K > 0:
+        least = tl.min(tl.where(at < GROUPS, tops, top), 0)
         bound = tl.where(K <= GROUPS, largest_with_count(tops, K, least, top, 10), MINUS_INF)
-    elif P < 1.0:
-        weight = tl.where(tops > MINUS_INF, mass(unordered(tops), zmax), 0)
-        need = needed_mass(total, P)
-        bound = tl.where(tl.sum(weight, 0) >= need, largest_with_mass(tops, weight, need, least, top), MINUS_INF)
     if (M > 0.0) & ((K == 0) | (P >= 1.0)):  # top-p weighs all that top-k keeps
         bound = tl.maximum(bound, min_p_bound(zmax, M))
     bound = tl.minimum(tl.maximum(bound, MINUS_INF + 1), top)  # excluded entries are no candidates
@@ -140,7 +146,8 @@ def best_filtered(
     tl.store(listed + tl.cumsum(reach.to(tl.int32), 0) - 1, at, reach)
     tl.debug_barrier()
     num_found = tl.full((), 0, tl.int32)
-    for chunk in range(0, num_groups, BLOCKS):
+    chunk = tl.full((), 0, tl.int32)
+    while (chunk < num_groups) & (num_found <= CAP):
         ids, z = listed_entries(logits, row, row_stride, T, b, node, begin, tokens, parents, penalties, bias, bitmask,
                                 counts, listed, chunk, num_groups, V, GROUP, BLOCKS)
         order = ordered(z)
@@ -149,6 +156,7 @@ def best_filtered(
         tl.store(found + place, order, take & (place < CAP))
         tl.store(found_ids + place, ids, take & (place < CAP))
         num_found += tl.sum(take.to(tl.int32), 0)
+        chunk += BLOCKS
     tl.debug_barrier()
     # 3. exact cuts and the winner
     t = tl.load(prefix_len + b) + 1 + depth_of(node, begin, parents)
@@ -175,7 +183,7 @@ def best_filtered(
         best = tl.max(tl.where(keep, make_key(z + noise_of_ids(ids, t, seed_lo, seed_hi), ids), NO_KEY), 0)
     else:
         best = best_of_many(
-            logits, row, row_stride, T, K, P, M, total, zmax, bound, top, num_found, t, seed_lo, seed_hi, b, node, begin, tokens,
+            logits, row, row_stride, T, K, P, M, total, zmax, bound, high, top, num_found, t, seed_lo, seed_hi, b, node, begin, tokens,
             parents, penalties, bias, bitmask, counts, listed, num_groups, found, V, GROUP, CAP, BLOCKS)
     return best
 
@@ -222,6 +230,16 @@ def listed_entries(
 
 
 @triton.jit
+def listed_noise_bits(listed, chunk, num_groups, t, seed_lo, seed_hi, GROUP: tl.constexpr, BLOCKS: tl.constexpr):
+    """Random words of the same entries: four ids share a call of philox."""
+    lane = tl.arange(0, BLOCKS * GROUP // 4)
+    at = chunk + lane // (GROUP // 4)
+    fours = tl.load(listed + at, at < num_groups, other=0) * (GROUP // 4) + lane % (GROUP // 4)
+    r0, r1, r2, r3 = philox(fours.to(tl.uint32), t.to(tl.uint32), seed_lo, seed_hi)
+    return tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [BLOCKS * GROUP])
+
+
+@triton.jit
 def weights(order, zmax, by_count, low):
     """1 or the mass of every entry >= low; 0 below."""
     finite = order > MINUS_INF
@@ -231,7 +249,7 @@ def weights(order, zmax, by_count, low):
 
 @triton.jit
 def best_of_many(
-        logits, row, row_stride, T, K, P, M, total, zmax, bound, top, num_found, t, seed_lo, seed_hi, b, node, begin, tokens,
+        logits, row, row_stride, T, K, P, M, total, zmax, bound, high, top, num_found, t, seed_lo, seed_hi, b, node, begin, tokens,
         parents, penalties, bias, bitmask, counts, listed, num_groups, found, V, GROUP: tl.constexpr, CAP: tl.constexpr,
         BLOCKS: tl.constexpr):
     """More candidates than the scratch holds: passes over the listed groups narrow the cut, two bits each, until the entries
@@ -241,6 +259,7 @@ def best_of_many(
         by_count = (K * 0 + stage) == 0
         if (by_count & (K > 0)) | ((by_count == 0) & (P < 1.0)):
             low = tl.maximum(bound, cut)
+            last = tl.maximum(low, tl.where(K > 0, top, high))  # the cut lies in [low, last]
             if (by_count == 0) & (K > 0):
                 total = tl.full((), 0, tl.int64)
                 for chunk in range(0, num_groups, BLOCKS):
@@ -248,14 +267,13 @@ def best_of_many(
                                             counts, listed, chunk, num_groups, V, GROUP, BLOCKS)
                     total += tl.sum(weights(ordered(z), zmax, by_count, low), 0)
             need = tl.where(by_count, K.to(tl.int64), needed_mass(total, P))
-            differ = as_unsigned(low) ^ as_unsigned(top)
-            prefix = tl.full((), 0, tl.uint32)  # the cut lies in [prefix, prefix + 4 * one)
+            differ = as_unsigned(low) ^ as_unsigned(last)
             one = tl.full((), 1 << 30, tl.uint32)
             while (differ < one) & (one > 1):
                 one = one >> 2
-            prefix = as_unsigned(top) & ((4 * one - 1) ^ 0xFFFFFFFF)  # 4 * one wraps to 0 for the whole range: prefix 0
-            inner = num_found  # entries in that range
-            above = tl.full((), 0, tl.int64)  # weight of those beyond it
+            # now in [prefix, prefix + 4 * one); 4 * one wraps to 0 for the whole range: prefix 0
+            prefix = as_unsigned(last) & ((4 * one - 1) ^ 0xFFFFFFFF)
+            inner = num_found  # entries in that range, or more
             while (inner > CAP) & (one > 0):
                 sums = tl.zeros((BLOCKS * GROUP,), tl.int64)
                 one_sum = tl.zeros((BLOCKS * GROUP,), tl.int64)
@@ -277,7 +295,6 @@ def best_of_many(
                 w2 = tl.sum(two_sum, 0)
                 w3 = tl.sum(three_sum, 0)
                 digit = (w1 >= need).to(tl.int32) + (w2 >= need).to(tl.int32) + (w3 >= need).to(tl.int32)
-                above = tl.where(digit == 0, w1, tl.where(digit == 1, w2, tl.where(digit == 2, w3, above)))
                 inner = tl.sum(((sums >> (digit.to(tl.int64) * 16)) & 0xFFFF).to(tl.int32), 0)
                 prefix += digit.to(tl.uint32) * one
                 one = one >> 2
@@ -285,13 +302,17 @@ def best_of_many(
                 cut = tl.maximum(cut, as_ordered(prefix))
             else:
                 num_inner = tl.full((), 0, tl.int32)
+                above = tl.zeros((BLOCKS * GROUP,), tl.int64)  # weight beyond the range
                 tl.debug_barrier()
                 for chunk in range(0, num_groups, BLOCKS):
                     ids, z = listed_entries(logits, row, row_stride, T, b, node, begin, tokens, parents, penalties, bias, bitmask,
                                             counts, listed, chunk, num_groups, V, GROUP, BLOCKS)
                     order = ordered(z)
                     u = as_unsigned(order)
-                    take = (u >= prefix) & ((u - prefix) // one < 4) & (weights(order, zmax, by_count, low) > 0)
+                    weight = weights(order, zmax, by_count, low)
+                    within = (u - prefix) // one < 4
+                    above += tl.where((u >= prefix) & (within == 0), weight, 0)
+                    take = (u >= prefix) & within & (weight > 0)
                     place = num_inner + tl.cumsum(take.to(tl.int32), 0) - 1
                     tl.store(found + place, order, take & (place < CAP))
                     num_inner += tl.sum(take.to(tl.int32), 0)
@@ -299,8 +320,8 @@ def best_of_many(
                 place = tl.arange(0, CAP)
                 order = tl.load(found + place, place < num_inner, other=MINUS_INF)
                 weight = weights(order, zmax, by_count, low)
-                last = as_ordered(tl.minimum(prefix + (4 * one - 1), as_unsigned(top)))
-                cut = tl.maximum(cut, largest_with_mass(order, weight, need - above, as_ordered(prefix), last))
+                end = as_ordered(prefix + (4 * one - 1))
+                cut = tl.maximum(cut, largest_with_mass(order, weight, need - tl.sum(above, 0), as_ordered(prefix), end))
     best = tl.full((), NO_KEY, tl.int64)
     for chunk in range(0, num_groups, BLOCKS):
         ids, z = listed_entries(logits, row, row_stride, T, b, node, begin, tokens, parents, penalties, bias, bitmask,
@@ -309,7 +330,9 @@ def best_of_many(
         keep = (order > MINUS_INF) & (order >= cut)
         if M > 0.0:
             keep = keep & (exp_below(tl.where(keep, z, zmax), zmax) >= M)
-        if tl.max(keep.to(tl.int32), 0) > 0:
-            key = make_key(z + noise_of_ids(ids, t, seed_lo, seed_hi), ids)
+        bits = listed_noise_bits(listed, chunk, num_groups, t, seed_lo, seed_hi, GROUP, BLOCKS)
+        score = tl.where(best == NO_KEY, -MAX, unordered((best >> 32).to(tl.int32)))
+        if tl.max((keep & may_exceed(bits, score - z)).to(tl.int32), 0) > 0:
+            key = make_key(z + gumbel(bits), ids)
             best = tl.maximum(best, tl.max(tl.where(keep, key, NO_KEY), 0))
     return best

@@ -7,6 +7,15 @@ from .._triton_numeric import MAX, MINUS_INF, NO_KEY, gumbel, make_key, mass, ma
 from .verify_row_triton import (BAD_KEY, load_raw, noise_bits, process, process_raw, request_of_row, resolve, seed_words)
 
 
+MARKS = tl.constexpr(16)
+
+
+@triton.jit
+def mark(zmax, j):
+    """Mark j below the maximum: 12 in 16 steps."""
+    return zmax - (j + 1) * 0.75
+
+
 @triton.jit
 def depth_of(node, begin, parents):
     """Edges between a node and its root; parents are below their children or the walk ends."""
@@ -98,9 +107,10 @@ def _masses(
         bias, bitmask, counts,
         maxima,  # int32 [R, GROUPS]
         masses,  # int64 [R, SPLITS] out: fixed-point mass of a split
+        marks,   # int64 [R, SPLITS, MARKS] out: its mass of entries >= mark(zmax, j)
         span, V, R, B, BP: tl.constexpr, RULE: tl.constexpr, GROUP: tl.constexpr, GROUPS, SPLITS, TILE: tl.constexpr,
         GROUPS_PADDED: tl.constexpr):
-    """Total masses of the rows whose request has top-p and no top-k."""
+    """Masses of the rows whose request has top-p and no top-k, in all and down to each mark."""
     row = tl.program_id(0)
     split = tl.program_id(1)
     b = request_of_row(row, cu_nodes, R, B, BP)
@@ -114,10 +124,16 @@ def _masses(
             top = tl.max(tl.load(maxima + row.to(tl.int64) * GROUPS + at, at < GROUPS, other=MINUS_INF), 0)
             zmax = unordered(top)
             total = tl.zeros((TILE,), tl.int64)
+            mark_at = tl.arange(0, MARKS)
+            marked = tl.zeros((MARKS,), tl.int64)
             last = tl.minimum((split + 1) * span, V)
             for first in range(tl.multiple_of(split * span, TILE), last, TILE):
                 ids = first + tl.arange(0, TILE)
                 z, _bad = process(logits, row, row_stride, ids, ids < V, T, b, row - begin, begin, tokens, parents, penalties,
                                bias, bitmask, counts, V)
-                total += tl.where(z > -float("inf"), mass(z, zmax), 0)
+                weight = tl.where(z > -float("inf"), mass(z, zmax), 0)
+                total += weight
+                for j in range(MARKS):
+                    marked += tl.where(mark_at == j, tl.sum(tl.where(z >= mark(zmax, j), weight, 0), 0), 0)
+            tl.store(marks + (row.to(tl.int64) * SPLITS + split) * MARKS + mark_at, marked)
             tl.store(masses + row.to(tl.int64) * SPLITS + split, tl.sum(total, 0))

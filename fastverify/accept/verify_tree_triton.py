@@ -20,6 +20,7 @@ from .verify_walk_triton import _logprobs, _walk
 GROUP = 64        # entries with one maximum
 CANDIDATES = 2048  # of one row, kept for the exact cuts; rows with more go over their blocks again and again
 FEW = 256  # candidates that are compared each with each
+MARKS = 16  # of verify_scan_triton
 MAX_SPLITS = 64
 _OP = "verify_tree"
 
@@ -100,16 +101,17 @@ def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tenso
     shape = dict(V=vocab_size, R=rows, B=batch, BP=pow2(batch, 32), RULE=rule)
     if rows:
         maxima, masses, listed = new(rows, groups), new(rows, splits, dtype=torch.int64), new(rows, groups)
+        marks = new(rows, splits, MARKS, dtype=torch.int64)
         found, found_ids = new(rows, CANDIDATES), new(rows, CANDIDATES)
         extras = (bias, bitmask, counts)
         row = dict(shape, GROUP=GROUP, GROUPS=groups, SPLITS=splits)
         _scan[(rows, splits)](logits, logits.stride(0), *request, *params, *extras, keys, maxima, span, TILE=tile,
                               **row, num_warps=8, **EXACT)
         groups_padded = pow2(groups, 64)
-        _masses[(rows, splits)](logits, logits.stride(0), *request, *params, *extras, maxima, masses, span, TILE=tile,
+        _masses[(rows, splits)](logits, logits.stride(0), *request, *params, *extras, maxima, masses, marks, span, TILE=tile,
                                 **row, GROUPS_PADDED=groups_padded, num_warps=8, **EXACT)
-        _filter[(rows,)](logits, logits.stride(0), *request, *params, *extras, keys, maxima, masses, listed, found, found_ids,
-                         **row, GROUPS_PADDED=groups_padded, SPLITS_PADDED=MAX_SPLITS,
+        _filter[(rows,)](logits, logits.stride(0), *request, *params, *extras, keys, maxima, masses, marks, listed, found,
+                         found_ids, **row, GROUPS_PADDED=groups_padded, SPLITS_PADDED=MAX_SPLITS,
                          CAP=CANDIDATES, FEW=FEW, BLOCKS=32, num_warps=8, **EXACT)
     nodes = pow2(min(rows, check.MAX_NODES), 64)
     stops = 0 if stop_ids is None else stop_ids.shape[0]

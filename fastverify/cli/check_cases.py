@@ -300,3 +300,6 @@ def verify_tree_shards(device: str, rng) -> int:
             want["counts"] = want["counts"][:, 40:]
         same(sharded(device, case, [0, 31, 40, case["vocab_size"]]), want, dict(logprobs=1e-4), clear)
     return len(KINDS)
+
+
+from . import check_comm, check_sglang  # noqa: E402, F401  (they register their checks)

@@ -24,6 +24,7 @@ def add_parser(commands) -> argparse.ArgumentParser:
     parser.add_argument("--tree", metavar="SHAPE,...", help=f"shapes of every drafter (default: {EAGLE_SHAPES} for EAGLE-3, "
                         f"{NGRAM_SHAPES} for ngram)")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="requests per batch (default 1)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="begin no pair of prompts that would end later than this")
     parser.add_argument("--verify-ms", type=float, metavar="MS", help="another verify time for the verdicts to try (default: a "
                         "plain step's, where speculation loses)")
     parser.add_argument("--raw", action="store_true", help="continue the prompts as they are, without the chat template")
@@ -54,14 +55,14 @@ def run(args: argparse.Namespace) -> int:
     for note in session.notes:
         out.note(note)
     ids = _encode(session, settings, both, args, out)
-    plan = probe_measure.Plan(args.max_new_tokens, args.batch, sampling_params(args), stop_ids(args))
+    plan = probe_measure.Plan(args.max_new_tokens, args.batch, sampling_params(args), stop_ids(args), seconds=args.seconds or math.inf)
     with out.progress("probing", 1) as update:
         rows = probe_measure.measure(settings, ids, plan, lambda done, total: update(done, total=total))
     busy = probe_report.noise(rows)
     from dataclasses import asdict
     data = dict(kind="fastverify probe", environment=environment(session.device, session.target.dtype),
                 target=Path(session.target_name).name, world_size=1, batch=args.batch,
-                prompts=dict(halves=[len(half) for half in ids]), max_new_tokens=args.max_new_tokens,
+                prompts=dict(halves=list(rows[0].halves)), max_new_tokens=args.max_new_tokens,
                 sampling=asdict(plan.params), plain_ms=rows[0].off.as_dict(), rows=[r.as_dict(args.verify_ms) for r in rows],
                 summary=probe_report.summary(rows), notes=session.notes + ([busy] if busy else []))
     if args.out:
@@ -108,8 +109,10 @@ def _check(args: argparse.Namespace) -> "list | None":
     if args.max_new_tokens < 8:
         raise ValueError(f"probe: max_new_tokens must be at least 8, or there are no rounds to measure; got {args.max_new_tokens}. "
                          "Fix: change --max-new-tokens.")
-    if args.verify_ms is not None and not 0 < args.verify_ms < math.inf:
-        raise ValueError(f"probe: verify_ms must be a finite number > 0; got {args.verify_ms}. Fix: change --verify-ms.")
+    for name in ("verify_ms", "seconds"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"probe: {name} must be a finite number > 0; got {value}. Fix: change --{name.replace('_', '-')}.")
     if args.out and not Path(args.out).resolve().parent.is_dir():
         raise ValueError(f"probe: the folder of the result file must exist; got {args.out}. Fix: create it.")
     world = os.environ.get("WORLD_SIZE", "1")

@@ -1,5 +1,7 @@
 """Runs the settings of a probe: calibration, and the two halves of the prompts. One slow minute touches all settings alike."""
 
+import math
+import time
 from dataclasses import dataclass, field
 from typing import Callable, Optional
 
@@ -27,13 +29,15 @@ class Setting:
 
 @dataclass
 class Plan:
-    """How prompts are run. rounds: calibrated rounds per group and setting, the first of which does not count."""
+    """How prompts are run. rounds: calibrated rounds per group and setting, the first of which does not count. seconds: no pair
+    of groups is begun that would end later, the first one excepted."""
 
     max_new_tokens: int = 64
     batch: int = 1
     params: SamplingParams = field(default_factory=SamplingParams)
     stop_ids: Optional[list] = None
-    rounds: int = 9
+    rounds: int = 13
+    seconds: float = math.inf
 
 
 @dataclass
@@ -63,11 +67,16 @@ def measure(settings: list, halves: tuple, plan: Plan, progress: Callable = lamb
             done += 1
             progress(done, total)
 
+    begin = time.monotonic()
     for size in {len(g) for half in groups for g in half}:
         group = next(g for half in groups for g in half if len(g) == size)
         for s in settings:
             _run(s, group, plan, min(WARM_TOKENS, plan.max_new_tokens))
+    longest = 0.0
     for i in range(max(map(len, groups))):
+        now = time.monotonic()
+        if i and now + longest > begin + plan.seconds:
+            break
         if i < len(groups[0]):
             group = groups[0][i]
             each(lambda s, r: _keep(_run(s, group, plan), r, 0))
@@ -76,6 +85,7 @@ def measure(settings: list, halves: tuple, plan: Plan, progress: Callable = lamb
             each(lambda s, r: _calibrate(s, behind, plan, r))
         if i < len(groups[1]):
             each(lambda s, r: _keep(_run(s, groups[1][i], plan), r, 1))
+        longest = max(longest, time.monotonic() - now)
     return _rows(settings, records)
 
 
@@ -109,5 +119,6 @@ def _rows(settings: list, records: list) -> list:
         equal = sum(a == b for a, b in zip(texts, plain.texts[0] + plain.texts[1]))
         distinct = [distinct_ngram_ratio(t) for t in texts]
         calibrated = off if s.shape == OFF else pieces(r.rounds, r.split)
-        rows.append(Row(s.draft, s.shape.name, s.shape.nodes, s.shape.levels, calibrated, off, r.stats[0], r.stats[1], equal, len(texts), sum(distinct) / len(distinct)))
+        rows.append(Row(s.draft, s.shape.name, s.shape.nodes, s.shape.levels, calibrated, off, r.stats[0], r.stats[1], equal, tuple(map(len, r.texts)),
+                        sum(distinct) / len(distinct)))
     return rows

@@ -67,7 +67,8 @@ class Row:
     nodes, levels     of the shape
     calibrated, off   Pieces of a speculative round of it and of a plain round, from calibration runs
     first, second     Stats of the batches of the two halves of the prompts
-    equal, prompts    texts that are plain decoding's token for token, of how many
+    equal             texts that are plain decoding's token for token
+    halves            prompts in each half
     distinct          mean distinct-4-gram ratio of the texts
     """
 
@@ -80,8 +81,12 @@ class Row:
     first: list
     second: list
     equal: int = 0
-    prompts: int = 0
+    halves: tuple = (0, 0)
     distinct: float = 1.0
+
+    @property
+    def prompts(self) -> int:
+        return sum(self.halves)
 
     @property
     def plain(self) -> bool:
@@ -187,7 +192,7 @@ def verdict(tau: float, plain: Pieces, p: Pieces, verify_ms: Optional[float] = N
         head += f"changes nothing ({100 * gain:+.1f} %)"
     else:
         head += f"loses {-100 * gain:.0f} %" if gain < 0 else f"wins {100 * gain:.0f} %"
-    if tau_error and abs(tau - even) < 2 * tau_error:
+    if tau_error and report.EVEN <= abs(gain) and abs(tau - even) < 2 * tau_error:
         head += f" (too close to call: tau is known to +-{2 * tau_error:.2f}; more prompts)"
     if verify_ms is None and gain >= report.EVEN:
         return head

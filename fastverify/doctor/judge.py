@@ -7,6 +7,8 @@ from .facts import OPTIONAL, REQUIRED
 
 DRIVER_OF_CUDA = {13: 580, 12: 525}  # CUDA major -> the first driver that runs it
 GIB = 2**30
+STEP_OPS = ("probe", "draft_topk", "grow_tree", "build_tree", "prepare_tree", "rope_append", "tree_attention", "verify_tree",
+            "compact_kv")  # what the decode loop calls
 SLOW_ALLREDUCE_US, SLOW_BYTES_PER_US = 84.0, 7000.0  # 1.5 times untuned NCCL over PCIe; beyond, 7 GB/s of message
 
 
@@ -109,14 +111,15 @@ def gpu_kernels(built: bool, ops: dict) -> list:
     by_triton = [n for n, kinds in ops.items() if "triton" in kinds]
     reinstall = "install the CUDA toolkit (nvcc) and reinstall: pip install --no-build-isolation ."
     out = []
-    if not built and without:
+    step = [n for n in without if n in STEP_OPS]
+    if not built and step:
         out.append(Finding("fastverify", "wrong", f"there is a GPU but this build has no CUDA kernels, and no Triton ones of "
-                           f"{', '.join(without)}", reinstall))
+                           f"{', '.join(step)}, which every step needs", reinstall))
     elif not built:
-        out.append(Finding("fastverify", "slow", "this build has no CUDA kernels: Triton's run", reinstall))
-    elif without:
+        out.append(Finding("fastverify", "slow", "this build has no CUDA kernels: Triton's run where there are some", reinstall))
+    if without:
         out.append(Finding("fastverify", "note", f"ops without a GPU kernel: {', '.join(without)}"))
-    if by_triton and (built or without):
+    if by_triton:
         out.append(Finding("fastverify", "note", f"Triton's kernels run for {', '.join(by_triton)}"))
     return out
 

@@ -75,7 +75,7 @@ def test_launches_fit_the_device(driver, device):
         tile, stages, blocks, _, smem, workspace = map(int, line.split())
         assert tile in ((32, 64) if dim == 256 else (16, 32, 64, 128)) and 2 <= stages <= 6
         assert smem + 256 <= kib * 1024 and (blocks // sms) * (smem + 256 + 1024) <= (kib + 1) * 1024
-        assert blocks in (sms, min(2 * sms, 511)) and blocks <= 1024
+        assert blocks in (sms, 2 * sms) and blocks <= 511
         ring = smem - tile * dim * 2
         warp_rows = 16 if dim == 256 or tile == 16 else 32
         assert ring >= max(4 * warp_rows * dim * 4, 32768)  # what a block's own merge and a merge of pieces need

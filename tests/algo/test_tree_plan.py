@@ -30,11 +30,11 @@ def driver(tmp_path_factory):
 @pytest.mark.parametrize("device", DEVICES)
 def test_clusters_fit_the_device(driver, device):
     major, sms, _ = DEVICES[device]
-    rows = [(items, size, k, major, sms) for items in (1, 2, 8, 16, 17, 80, 640) for size in (1, 4096, 32000, 163840)
+    rows = [(items, size, k, major, sms) for items in (0, 1, 2, 8, 16, 17, 80, 640) for size in (1, 4096, 32000, 163840)
             for k in (1, 10, 64)]
     for (items, size, k, *_), (topk, grow) in zip(rows, driver("cluster", rows)):
         for blocks in (topk, grow):
-            assert blocks in ((1,) if major < 9 else (1, 2, 4, 8)) and (blocks == 1 or blocks * items <= sms)
+            assert blocks in ((1,) if major < 9 else (1, 2, 4, 8)) and (blocks == 1 or 0 < blocks * items <= sms)
         assert topk * k <= 256 and (topk == 1 or size // topk >= 2048) and (grow == 1 or k * size // grow >= 16384)
 
 

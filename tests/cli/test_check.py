@@ -46,8 +46,9 @@ class Broken:
 
     def __call__(self, *args) -> None:
         self.op(*args)
-        if args[self.at] is not None:
-            args[self.at].add_(1)
+        output = args[self.at]
+        for tensor in output if isinstance(output, list) else [] if output is None else [output]:
+            tensor.add_(1)
             self.hit = True
 
 

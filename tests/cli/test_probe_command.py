@@ -85,6 +85,8 @@ def test_standard_error_of_tau():
     assert pr.Row("d", "chain-3", 4, 3, piece(0, 26.0), piece(verify=10.0), runs[:2], runs[2:]).verdict() == (
         "tau 2.00 < break-even 2.60: speculation loses 23 % (too close to call: tau is known to +-1.15; more prompts); with verify at "
         "10 ms (a plain step's) it would win 100 %")
+    even = pr.Row("d", "chain-3", 4, 3, piece(0, 20.1), piece(verify=10.0), runs[:2], runs[2:]).verdict()
+    assert even.startswith("tau 2.00 < break-even 2.01: speculation changes nothing (-0.5 %); with verify at 10 ms")
     assert pr.Row("none", "off", 1, 0, piece(), piece(), runs, runs).tau_error is None
 
 
@@ -214,6 +216,13 @@ def test_the_page(cli, file, tmp_path):  # noqa: F811
     assert "accepted at least so deep" in out and data["summary"] in out
 
 
+def test_a_budget_of_time(cli, file):  # noqa: F811
+    """The first pair always runs; no other one that would end too late begins."""
+    code, out, err = cli("probe", *PAIR, "--prompts", file, "--tree", "chain-2", *RUN, "--seconds", "0.001", "--json")
+    data = json.loads(out)
+    assert code == 0 and data["prompts"] == {"halves": [1, 1]} and {r["prompts"] for r in data["rows"]} == {2}
+
+
 def test_plain_alone(cli, file):  # noqa: F811
     code, out, err = cli("probe", *PAIR[:2], "--draft", "none", "--prompts", file, *RUN)
     assert code == 0 and "fastest here: plain decoding" in out and "depth 1" not in out
@@ -251,6 +260,7 @@ def refused(result: tuple, message: str) -> None:
     (["--max-new-tokens", "4"], "probe: max_new_tokens must be at least 8, or there are no rounds to measure; got 4."),
     (["--verify-ms", "0"], "probe: verify_ms must be a finite number > 0; got 0.0."),
     (["--verify-ms", "nan"], "probe: verify_ms must be a finite number > 0; got nan."),
+    (["--seconds", "-1"], "probe: seconds must be a finite number > 0; got -1.0. Fix: change --seconds."),
     (["--tree", "auto"], "probe: tree must be shapes that draft (plain decoding always runs beside them); got auto."),
     (["--tree", "chain-3,bush"], "tree: the shape must be off, auto, chain-K"),
     (["--draft", "ngram", "--draft", "ngram"], "probe: drafts must be different; got ngram twice."),

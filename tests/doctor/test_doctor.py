@@ -13,6 +13,7 @@ from fastverify.cli.main import main
 from fastverify.doctor import facts as fx
 from fastverify.doctor.allreduce import measure
 from fastverify.doctor.judge import Finding, allreduce, code_for, judge
+from fastverify.doctor.judge import STEP_OPS as judge_step_ops
 from fastverify.doctor.report import lines
 
 ROOT = Path(fastverify.__file__).resolve().parents[1]
@@ -98,15 +99,21 @@ def test_a_cpu_build_of_torch_or_of_ours_beside_a_gpu():
     facts = change("torch", machine(0)["torch"])(machine(1))
     assert any("is a CPU build; this machine has 1 NVIDIA GPUs" in f.text for f in bad(facts))
     facts = change("fastverify/build", machine(0)["fastverify"]["build"])(machine(1))
-    facts["install"]["ops"] = {"probe": ["cpu", "triton"], "verify_tree": ["cpu"], "compact_kv": ["cpu", "triton"]}
-    assert [f.text for f in judge(facts) if "kernels" in f.text] == [
-        "there is a GPU but this build has no CUDA kernels, and no Triton ones of verify_tree", "Triton's kernels run for probe, compact_kv"]
+    facts["install"]["ops"] = {"probe": ["cpu", "triton"], "verify_tree": ["cpu"], "compact_kv": ["cpu", "triton"], "all_reduce": ["cpu"]}
+    assert [f.text for f in judge(facts) if "kernel" in f.text] == [
+        "there is a GPU but this build has no CUDA kernels, and no Triton ones of verify_tree, which every step needs",
+        "ops without a GPU kernel: verify_tree, all_reduce", "Triton's kernels run for probe, compact_kv"]
     facts["install"]["ops"].pop("verify_tree")
-    assert [(f.level, f.text) for f in bad(facts)] == [("slow", "this build has no CUDA kernels: Triton's run")]
+    assert [(f.level, f.text) for f in bad(facts)] == [("slow", "this build has no CUDA kernels: Triton's run where there are some")]
     facts = change("install/ops/verify_tree", ["cpu"])(machine(1))
     assert bad(facts) == [] and any(f.text == "ops without a GPU kernel: verify_tree" for f in judge(facts))
     facts = change("install/ops/verify_tree", ["cpu", "triton"])(machine(1))
     assert bad(facts) == [] and any(f.text == "Triton's kernels run for verify_tree" for f in judge(facts))
+
+
+def test_step_ops_are_those_of_the_command_line():
+    from fastverify.cli.session import STEP_OPS
+    assert sorted(judge_step_ops) == sorted(STEP_OPS)
 
 
 def test_a_gpu_without_a_driver():

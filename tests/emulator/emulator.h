@@ -311,6 +311,10 @@ public:
     }
     // Every block of the grid runs at the same time (kernels that wait for other blocks).
     template <class... P, class... A>
+    void run_overlapped(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, A... args) const {
+        run(kernel, grid, block, smem, args...);
+    }
+    template <class... P, class... A>
     void run_resident(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, A... args) const {
         launch(true, 1, kernel, grid, block, smem, args...);
     }

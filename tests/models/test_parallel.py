@@ -1,4 +1,4 @@
-"""Tensor parallelism over gloo: ranks bit-equal to each other; against one rank, every first difference with its margin."""
+"""Tensor parallelism over gloo: ranks emit the same tokens, and those of one rank alone (golden pair, float32)."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def test_split_evenly_covers_everything_once():
     for n, world, step in [(10, 3, 1), (49152, 7, 32), (100, 8, 32), (5, 5, 1)]:
         parts = [split_evenly(n, world, r, step) for r in range(world)]
         assert parts[0][0] == 0 and parts[-1][1] == n and all(a[1] == b[0] for a, b in zip(parts, parts[1:]))
-        assert all(a % step == 0 for a, _ in parts)
+        assert all(a % step == 0 for a, b in parts if a < b)
 
 
 @pytest.mark.parametrize("num_heads, num_kv, world", [(8, 2, 2), (8, 2, 4), (8, 1, 8), (9, 3, 3), (64, 8, 8), (64, 4, 8)])
@@ -62,8 +62,8 @@ def _rank(rank: int, world: int, port: int, out: str) -> None:
     (Path(out) / f"{rank}.json").write_text(json.dumps(texts))
 
 
-def first_differences(got: list, want: list, target) -> list:
-    """(run, request, position, top-2 gap of the whole model there) of texts that part."""
+def first_differences(got: list, want: list) -> list:
+    """(run, request, position) of texts that part."""
     found = []
     for run, (a_texts, b_texts) in enumerate(zip(got, want)):
         for b, (x, y) in enumerate(zip(a_texts, b_texts)):
@@ -83,5 +83,5 @@ def test_decode_on_ranks(tmp_path, world):
     assert all(t == texts[0] for t in texts), "every rank emits the same tokens"
     target = load_target(GOLDEN / "target")
     alone = decode(target, load_draft(GOLDEN / "draft", target))
-    differences = first_differences(texts[0], alone, target)
+    differences = first_differences(texts[0], alone)
     assert differences == [], f"(run, request, position) of first differences from one rank: {differences}"
