@@ -30,6 +30,7 @@ from fastverify.cli.output import Output
 
 MIN_CALLS = 50         # calls of one replay: the graph's own launch is then under 0.2 us a call
 MAX_SETS = 1024        # buffer sets of a cold run; very small ops stay partly warm, and their rows say so
+CPU_SETS = 8           # enough for ratios
 BUDGET_S = 0.3         # device time of one measurement: long calls get fewer samples, at least MIN_SAMPLES
 MIN_SAMPLES = 7
 COLD_L2S = 3           # bytes that pass between two uses of a buffer, in sizes of the L2
@@ -246,8 +247,9 @@ class Bench:
                           date=env["date"], versions=versions)
 
     def sets(self, nbytes: int) -> int:
-        """How many buffer sets of `nbytes` (what one call reads and writes) to make: 1 under --warm."""
-        return 1 if self.args.warm else buffer_sets(nbytes, self.l2)
+        """How many buffer sets of `nbytes` (what one call reads and writes) to make: 1 under --warm, at most CPU_SETS on a CPU."""
+        wanted = 1 if self.args.warm else buffer_sets(nbytes, self.l2)
+        return wanted if self.device.type == "cuda" else min(wanted, CPU_SETS)
 
     def wanted(self, provider: str) -> bool:
         return not self.args.only or provider in self.args.only.split(",")
@@ -274,9 +276,10 @@ class Bench:
         try:
             t = (time_cuda(calls, self.args.repeats, before, graph) if self.device.type == "cuda"
                  else time_host(calls, self.args.repeats, before))
-        except (RuntimeError, ImportError) as error:  # a peer that cannot run this shape is a row, not the end of the run
-            return self.absent(provider, shape, dtype, f"failed: {str(error).strip().splitlines()[0][:160]}")
-        correct = check() if check else None
+            correct = check() if check else None
+        except Exception as error:  # a peer that cannot run this shape is a row, not the end of the run
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            return self.absent(provider, shape, dtype, f"failed: {first[:160]}")
         if self.device.type == "cuda" and not t.graph:
             note = "; ".join(x for x in (note, "no graph") if x)
         return self._add(provider, shape, dtype, t, nbytes, correct, note, is_cold(len(calls), nbytes, self.l2))
@@ -294,6 +297,8 @@ class Bench:
         for name in ("median_us", "p20_us", "p80_us", "floor_us", "empty_us", "copy_gb_s"):
             row[name] = None if row[name] is None else round(row[name], 3)
         self.rows.append(row)
+        if self.args.out:  # at once: a run that is cut short keeps what it has
+            write_rows(self.args.out, [row])
         return row
 
     def title(self) -> str:
@@ -308,6 +313,5 @@ class Bench:
             return 2
         show(self.title(), self.rows)
         if self.args.out:
-            path = write_rows(self.args.out, self.rows)
-            print(f"{len(self.rows)} rows in {path}")
+            print(f"{len(self.rows)} rows in {write_rows(self.args.out, self.rows)}")
         return int(any(r["correct"] is False for r in self.rows))

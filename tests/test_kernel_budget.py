@@ -17,7 +17,10 @@ BUDGET = {
     r"head_walk_kernel": (128, 320),  # calls that are not inlined keep a few words across them
     r"verify_tree_kernel": (64, 256),  # two blocks of 512 threads per SM; the same calls
     r"all_(reduce|gather)\w*_kernel": (168, 0),
+    r"rope_append_teams_kernel": (64, 0),  # eight blocks of 128 threads per SM
+    r"rope_append_any_kernel": (64, 32),  # the calls of its divisions keep a few words
     r"probe_kernel": (32, 0),
+    r"AttentionTileILi128ELi128E": (255, 16),  # 8 bytes of spills on sm_120
 }
 DEFAULT = (255, 512)
 

@@ -40,7 +40,8 @@ def main() -> int:
             for name in ("scores", "pool_index"):
                 getattr(state, name).copy_(getattr(start.state, name))
             values, tokens = draft_topk(torch.randn(rows, 2048, device=bench.device), k)
-            sets.append((values, tokens, torch.randn(rows, hidden, device=bench.device).bfloat16(), start.prefix_len, start.active, state, level))
+            rows_of_hidden = torch.randn(rows, hidden, device=bench.device).bfloat16()
+            sets.append((values, tokens, rows_of_hidden, start.prefix_len, start.active, state, level))
         before = [s[5].scores.clone() for s in sets]
 
         def restore() -> None:

@@ -188,7 +188,7 @@ __device__ __attribute__((noinline)) int gather_candidates(const Row<T>& row, Te
 template <bool kExtras, class T>
 __device__ __forceinline__ uint32_t thread_max(const Row<T>& row, Team team, bool* bad) {
     if (!kExtras && row.plain && row.all_whole()) {  // the temperature keeps the order: one division
-        const float x = scan_fast<true>(row, team);
+        const float x = raw_scan(row, team);
         *bad = x != x;
         if (!*bad) return x > -kInf ? ordered_bits(row.scaled(x)) : 0;
     }

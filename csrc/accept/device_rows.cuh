@@ -2,8 +2,7 @@
 // One row of logits on the GPU, shared by the blocks of a team: loading, processing, and the best key of a block's slice.
 //
 // Noise costs most, so logarithms are taken for few entries: a scan computes z + noise_bound(r) for all of them, where r is
-// the Philox word; entries whose bound is below the best exact score found cannot win. A thread keeps only the largest bound
-// of its entries; afterwards whole warps evaluate the entries of the few threads whose bound is high enough.
+// the Philox word; entries whose bound is below the best exact score found cannot win (plain_best, settle).
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -44,7 +43,7 @@ struct Row {
     // of the request and the block: init()
     RowParams p;
     float inverse;             // 1 / temperature
-    bool plain;                // scan_fast may be used: no extras, no extreme temperature
+    bool plain;                // no extras, no extreme temperature
     bool penalties;
     int begin, end;            // ids [begin, end)
     int first, last;           // chunks [first, last) of this block
@@ -238,45 +237,24 @@ __device__ __forceinline__ void mark_ancestors(const Row<T>& row, Team team) {
     __syncthreads();
 }
 
-// Largest bound of this thread's entries: z (greedy) or z + noise_bound. Plain rows, whole chunks, no cut; z is inexact by 2^-22 of itself. NaN: a NaN or +inf was met. Not inlined: the loop needs the registers.
-template <bool kGreedy, class T>
-__device__ __attribute__((noinline)) float scan_fast(const Row<T>& row, Team team) {
-    constexpr int kBatch = sizeof(T) == 4 ? 1 : 2;  // chunks in flight
+// This thread's largest raw logit of a plain slice; NaN: a NaN or +inf was met.
+template <class T>
+__device__ __attribute__((noinline)) float raw_scan(const Row<T>& row, Team team) {
     float best = -kInf;
     bool any_bad = false;
-    const T* base = row.base;
-    const float inverse = row.inverse;
-    const uint32_t t = row.t, seed_lo = row.p.seed_lo, seed_hi = row.p.seed_hi;
-    const int last = row.last;
-    for (int c0 = row.first + team.tid(); c0 < last; c0 += kBatch * kTeamThreads) {
-        RawChunk<T> raw[kBatch];
+    for (int c = row.first + team.tid(), last = row.last; c < last; c += kTeamThreads) {
+        const RawChunk<T> raw = load_whole(row.base + c * kChunk);
 #pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-            if (c0 + k * kTeamThreads < last) raw[k] = load_whole(base + (c0 + k * kTeamThreads) * kChunk);
-        }
-#pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-            const int c = c0 + k * kTeamThreads;
-            if (c >= last) break;
-            Philox4 r[2];
-            if constexpr (!kGreedy) {
-                const uint32_t group = 2 * static_cast<uint32_t>(c), lo = opaque(seed_lo), hi = opaque(seed_hi);
-                r[0] = philox4x32(group, t, kStreamTarget, 0, lo, hi);
-                r[1] = philox4x32(group + 1, t, kStreamTarget, 0, lo, hi);
-            }
-#pragma unroll
-            for (int j = 0; j < kChunk; ++j) {
-                const float x = raw[k].get(j);
-                any_bad = any_bad || is_bad(x);
-                const float bound = kGreedy ? x : fma_exact(x, inverse, noise_bound(r[j >> 2].v[j & 3]));
-                best = fmaxf(best, bound);  // a NaN is dropped
-            }
+        for (int j = 0; j < kChunk; ++j) {
+            any_bad = any_bad || is_bad(raw.get(j));
+            best = fmaxf(best, raw.get(j));
         }
     }
     return any_bad ? bits_to_float(0x7fc00000u) : best;
 }
 
-// The same with everything exact: extras, any temperature, entries below the cut and bad ones left out.
+// Largest bound, z or z + noise_bound, of this thread's entries, z exact: extras, any temperature, entries below the cut and
+// bad ones left out.
 template <bool kExtras, class T>
 __device__ __attribute__((noinline)) float scan_exact(const Row<T>& row, Team team, float cut, bool* bad) {
     float best = -kInf;
@@ -325,23 +303,83 @@ __device__ __attribute__((noinline)) Word settle(const Row<T>& row, Team team, B
     return team.block_key(slot, best);
 }
 
+// Best key of a plain slice, no cut, whole block; ~0 if a NaN or +inf was met. Every thread takes the exact score of its entry
+// with the highest bound; what it did not look at is bounded by its second highest, which hardly ever reaches the best score.
+template <bool kGreedy, class T>
+__device__ __attribute__((noinline)) Word plain_best(const Row<T>& row, Team team, float zmax) {
+    constexpr int kBatch = sizeof(T) == 4 ? 1 : 2;  // chunks in flight
+    float best = -kInf, second = -kInf;
+    int id = 0;
+    bool any_bad = false;
+    const T* base = row.base;
+    const float inverse = row.inverse;
+    const uint32_t t = row.t, seed_lo = row.p.seed_lo, seed_hi = row.p.seed_hi;
+    const int last = row.last;
+    for (int c0 = row.first + team.tid(); c0 < last; c0 += kBatch * kTeamThreads) {
+        RawChunk<T> raw[kBatch];
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+            if (c0 + k * kTeamThreads < last) raw[k] = load_whole(base + (c0 + k * kTeamThreads) * kChunk);
+        }
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+            const int c = c0 + k * kTeamThreads;
+            if (c >= last) break;
+            Philox4 r[2];
+            if constexpr (!kGreedy) {
+                const uint32_t group = 2 * static_cast<uint32_t>(c), lo = opaque(seed_lo), hi = opaque(seed_hi);
+                r[0] = philox4x32(group, t, kStreamTarget, 0, lo, hi);
+                r[1] = philox4x32(group + 1, t, kStreamTarget, 0, lo, hi);
+            }
+#pragma unroll
+            for (int j = 0; j < kChunk; ++j) {
+                const float x = raw[k].get(j);
+                any_bad = any_bad || is_bad(x);
+                const float bound = kGreedy ? x : fma_exact(x, inverse, noise_bound(r[j >> 2].v[j & 3]));
+                if constexpr (!kGreedy) second = fmaxf(second, fminf(best, bound));
+                id = bound > best ? c * kChunk + j : id;
+                best = fmaxf(best, bound);  // a NaN is dropped
+            }
+        }
+    }
+    Word key = 0;
+    if (best > -kInf) {
+        if constexpr (kGreedy) key = make_key(best, static_cast<uint32_t>(id));
+        else key = row.template key_of<false>(id, -kInf, zmax);
+    }
+    key = warp_max_word(key);
+    const uint32_t rest = warp_max_u32(any_bad ? ~0u : ordered_bits(second + 0.0f));
+    if (team.lane() == 0) {
+        team.s->block_words[kSlotFast][team.warp()] = key;
+        team.s->block_bits[kSlotFast][team.warp()] = rest;
+    }
+    __syncthreads();
+    key = warp_max_word(team.s->block_words[kSlotFast][team.lane() % kTeamWarps]);
+    const uint32_t highest = warp_max_u32(team.s->block_bits[kSlotFast][team.lane() % kTeamWarps]);
+    if (highest == ~0u) return ~static_cast<Word>(0);
+    if constexpr (!kGreedy) {
+        const float low = key ? below(from_ordered_bits(static_cast<uint32_t>(key >> 32))) : -kInf;
+        if (from_ordered_bits(highest) > -kInf && from_ordered_bits(highest) >= low) {
+            const Word other = settle<false>(row, team, kSlotSettle, second, low, -kInf, zmax);
+            key = other > key ? other : key;
+        }
+    }
+    return key;
+}
+
 // Best key of the block's slice among entries z >= cut that min-p keeps, with kKeyBad if a NaN or +inf was met.
 template <bool kExtras, class T>
 __device__ __attribute__((noinline)) Word best_of_slice(const Row<T>& row, Team team, float cut, float zmax) {
     const bool greedy = row.p.greedy();
-    const bool plain = !kExtras && row.plain && cut == -kInf && row.all_whole();
-    float bound = -kInf;
+    if constexpr (!kExtras) {
+        if (row.plain && cut == -kInf && row.all_whole()) {
+            const Word key = greedy ? plain_best<true>(row, team, zmax) : plain_best<false>(row, team, zmax);
+            if (~key != 0) return key;
+        }
+    }
     bool bad = false;
-    Team::TopBits top{0, 1};
-    if (plain) {
-        bound = greedy ? scan_fast<true>(row, team) : scan_fast<false>(row, team);
-        bad = is_bad(bound) && !(bound > kFloatMax);  // NaN; a bound may be infinite
-        top = team.block_top(kSlotFast, ordered_bits(bound + 0.0f), bad);
-    }
-    if (top.bits) {  // not plain, or a bad entry
-        bound = scan_exact<kExtras>(row, team, cut, &bad);
-        top = team.block_top(kSlotExact, ordered_bits(bound + 0.0f), bad);
-    }
+    const float bound = scan_exact<kExtras>(row, team, cut, &bad);
+    const Team::TopBits top = team.block_top(kSlotExact, ordered_bits(bound + 0.0f), bad);
     const Word status = top.bits ? kKeyBad : 0;
     const float highest = from_ordered_bits(top.top);
     if (!(highest > -kInf)) {

@@ -29,6 +29,7 @@ __device__ __forceinline__ void prefetch_slice(const VerifyTask& a, int64_t row,
     const T* data = static_cast<const T*>(a.logits) + row * a.stride;
     constexpr int kLine = 128 / sizeof(T);
     const int end = per * (lane + 1) < vocab ? per * (lane + 1) : vocab;
+#pragma unroll 1
     for (int i = per * lane + static_cast<int>(threadIdx.x) * kLine; i < end; i += kTeamThreads * kLine) prefetch_l2(data + i);
 }
 

@@ -227,7 +227,7 @@ FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_h
     const int blocks = sms * (two ? 2 : 1);
     a.blocks = blocks < kMaxBlocks ? blocks : kMaxBlocks;
     a.smem = need(tile, a.stages);
-    a.least_units = 4;
+    a.least_units = 2;
     const int64_t sequences = batch * kv_heads * row_tiles(nodes, group, tile);
     a.separate_merge = sequences * 8 < a.blocks;
     a.sequences = static_cast<int>(a.separate_merge ? sequences : 0);

@@ -15,17 +15,19 @@ namespace fv {
 constexpr int kMaxLanes = 16;         // blocks that share a row
 constexpr int kLaneIds = 2048;        // a block is not given fewer ids than this
 constexpr int kRowsPerTeam = 5;       // up to so many rows per team, reading all rows beats following the path
-constexpr int kBlocksPerSm = 2;
+constexpr int kBlocksPerSm = 2;       // that registers and shared memory leave room for
+constexpr int kPreferredCluster = 8;  // 16 were measured slower on an H200: not every group of SMs has room for one
 
 struct VerifyShape {
     int cluster, teams, slices;
     FV_HD int lanes() const { return cluster * slices; }
 };
 
-inline int max_cluster(int major) { return major == 9 || major == 10 ? 16 : major > 10 ? 8 : 1; }
+inline int max_cluster(int major) { return major >= 9 ? kPreferredCluster : 1; }
 
 inline VerifyShape verify_shape(int64_t batch, int64_t rows, int64_t vocab, int major, int sms, bool workspace) {
-    const int64_t slots = static_cast<int64_t>(kBlocksPerSm) * sms;
+    // clusters fill a GPU badly beyond one block per SM: with two, the last ones wait for a second wave
+    const int64_t slots = max_cluster(major) > 1 ? sms : static_cast<int64_t>(kBlocksPerSm) * sms;
     const int64_t useful = (vocab + kLaneIds - 1) / kLaneIds;
     VerifyShape s{1, 1, 1};
     if (batch < 1) return s;

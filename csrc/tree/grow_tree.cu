@@ -153,7 +153,9 @@ __global__ void __launch_bounds__(kThreads) grow_tree_kernel(const GrowTree g) {
 
     // the parents' rows will be read: fetch them while the candidates are ordered
     const int lines = static_cast<int>((g.row_bytes + 127) / 128);
-    for (int i = slice * kThreads + t; i < k * lines; i += g.blocks * kThreads) prefetch_l2(hidden + (i / lines) * g.hidden_stride + (i % lines) * 128ll);
+    for (int i = slice * kThreads + t; i < k * lines; i += g.blocks * kThreads) {
+        prefetch_l2(hidden + (i / lines) * g.hidden_stride + (i % lines) * 128ll);
+    }
 
     uint64_t *const keys = s.keys, *const old_mask = keys + k * k;
     const int count = k * k;

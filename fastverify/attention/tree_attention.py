@@ -5,32 +5,7 @@ from typing import Optional
 import torch
 
 from .. import _ops
-
-
-COUNTER_BYTES = 4096  # csrc/algo/attention_plan.h
-
-
-def workspace_bytes(rows: int, batch: int, q_heads: int, kv_heads: int, head_dim: int, sms: int) -> int:
-    """Bytes that suffice for every call with these sizes on a GPU of `sms` multiprocessors (csrc/algo/attention_plan.h)."""
-    wide, want = head_dim > 128, -(-rows // max(batch, 1)) * (q_heads // kv_heads)
-    tile, most = (32, 64) if wide else (16, 128)
-    while tile < min(want, most):
-        tile *= 2
-    return COUNTER_BYTES + 4 * sms * tile * (head_dim + 2) * 4
-
-
-def workspace_for(q: torch.Tensor, k_cache: torch.Tensor, batch: int) -> Optional[torch.Tensor]:
-    """Workspace of the CUDA kernel for q [R, Hq, D] of `batch` requests; None where none is used (other devices).
-
-    One call at a time may use it; calls in stream order may share it, whatever their lengths, while R, B and heads stay.
-    """
-    if q.device.type != "cuda":
-        return None
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    nbytes = workspace_bytes(q.shape[0], batch, q.shape[1], k_cache.shape[2], q.shape[2], sms)
-    space = torch.empty(nbytes, dtype=torch.uint8, device=q.device)
-    space[:COUNTER_BYTES].zero_()
-    return space
+from .workspace import COUNTER_BYTES, workspace_bytes, workspace_for  # noqa: F401
 
 
 def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cu_nodes: torch.Tensor,
@@ -54,12 +29,19 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     workspace: uint8 from workspace_for, for the CUDA kernel to split long prefixes; made anew when not given (one more
         small kernel). schedule: from prepare_tree; today's kernels find their share of the work from the lengths.
 
-    Padding rows and rows that see nothing: out 0, lse -inf. Slots that a row does not see never reach it, NaN or not.
+    Padding rows and rows that see nothing: out 0, lse -inf. Slots that a row does not see never reach it, NaN or not;
+    in the CUDA kernel's tiles (head_dim 64, 128, 256; bf16, fp16, fp8 cache) that holds for slots that no row of the
+    request sees, while a NaN in V of one node may reach the other rows of that request. An fp8 cache is multiplied in
+    fp16 (exact; q beyond +-65504 saturates).
     On the CPU a row's bits depend on its own keys only: not on the batch, the page size, the thread count, nor on whether
     its ancestors are tree columns or committed tokens.
-    Errors: RuntimeError for shapes, dtypes, devices; on the CPU also for bad cu_nodes, prefix_len or page ids.
-    Cost: one read of the visible KV per 96 rows of a kv head. Graph-safe when out is given.
-    Source: online softmax over tiles (Milakov, Gimelshein 2018; FlashAttention-2, Dao 2023).
+    On CUDA bits depend on the shapes, the lengths of the batch and the GPU; repeats are bit-equal.
+    Errors: RuntimeError for shapes, dtypes, devices; on the CPU also for bad cu_nodes, prefix_len or page ids, which the
+    CUDA kernel clamps.
+    Cost: one read of the visible KV per 96 rows of a kv head (CUDA: per 128 rows, 64 for head_dim 256); one launch, or two
+    where few sequences are split. Graph-safe when out and workspace are given.
+    Source: online softmax over tiles (Milakov, Gimelshein 2018; FlashAttention-2, Dao 2023); split by equal ranges (stream-K,
+    Osama et al. 2023).
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

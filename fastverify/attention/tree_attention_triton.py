@@ -20,7 +20,7 @@ from .rope_append_triton import CACHES, head_scale
 from .tree_attention_triton_device import attend_unit, plan, request_shape, split_count
 
 OP = "tree_attention"
-MIN_CHUNK = 256    # keys of a split, at least
+MIN_CHUNK = 128    # keys of a split, at least
 LOG2_E = 1.4426950408889634
 
 
@@ -41,10 +41,13 @@ def choose(nodes: int, group: int, head_dim: int, item: int, kv_heads: int, sms:
     where shared memory is large; one or two steps of K and V are on their way while one is worked on."""
     block_d = max(16, triton.next_power_of_2(head_dim))
     tall = 16 if item == 4 else 128 if max_smem > 160 * 1024 and block_d * item <= 256 else 64
-    block_m = max(16, triton.next_power_of_2(group), min(triton.next_power_of_2(max(nodes, 1) * group), tall))
+    rows = triton.next_power_of_2(max(nodes, 1) * group)
+    block_m = max(16, triton.next_power_of_2(group), min(rows, tall))
+    if block_m == 32 and tall == 128:
+        block_m = 64  # half empty, but a wgmma tile
     per_sm = 1 if block_m > 64 or max_smem < 160 * 1024 else 2
     room = max_smem // per_sm - block_m * block_d * item - 1024
-    block_n, step = 64, 2 * block_d * item
+    block_n, step = 32 if rows == block_m == 64 and tall == 128 else 64, 2 * block_d * item
     if item == 4:  # float32 products are unrolled: large ones take long to compile and spill
         block_n = 16 if block_d > 64 else 32
     while block_n > 16 and 2 * block_n * step > room:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from equality import (build_tree_case, compact_kv_case, compare_with_cpu, draft_
                       prepare_tree_case, run_guarded)
 
 from fastverify import _ops
+from fastverify.tree import DraftState
 
 DEVICES = [b for b in BACKENDS if b != "cpu"] or [pytest.param("cuda", marks=pytest.mark.gpu)]
 CASES = {
@@ -37,6 +39,34 @@ def test_random_draft_phases(device, rng):
         for level in range(levels):
             case = make(level, before)
             before = plain("grow_tree", case, compare_with_cpu(device, "grow_tree", case))
+
+
+@pytest.mark.skipif("emulated" not in BACKENDS, reason="the emulator is not built (tests/emulator/build.sh)")
+@pytest.mark.parametrize("kind", ["80:108", "89:142", "100:148", "120:188"])
+def test_launches_of_other_devices(kind, rng, monkeypatch):
+    """No clusters before sm_90; 99 KB of shared memory on sm_89 and sm_120."""
+    monkeypatch.setenv("FV_EMULATED_DEVICE", kind)
+    for op in CASES:
+        for _ in range(4):
+            compare_with_cpu("emulated", op, CASES[op](rng))
+    compare_with_cpu("emulated", "draft_topk", draft_topk_case(rng, vocabs=(32_000,)))
+    compare_with_cpu("emulated", "build_tree", build_tree_case(rng, sizes=(21_000,), batches=(2,)))
+    make, levels = grow_tree_levels(rng)
+    before = None
+    for level in range(levels):
+        case = make(level, before)
+        before = plain("grow_tree", case, compare_with_cpu("emulated", "grow_tree", case))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_empty_batch_with_wide_hidden_rows(device, rng):
+    """Its launch must not ask for a cluster."""
+    state = DraftState.empty(0, 10, 2, 7168)
+    none = torch.zeros(0, dtype=torch.int32)
+    for level in (0, 1):
+        case = dict(values=torch.zeros(0, 10), tokens=torch.zeros(0, 10, dtype=torch.int32), hidden=torch.zeros(0, 7168),
+                    prefix_len=none, active=none, level=level, **state._asdict())
+        compare_with_cpu(device, "grow_tree", case)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -153,7 +183,8 @@ def test_the_profile_of_sm_120_passes_the_same_cases():
 
 
 def test_every_op_of_the_two_stages_is_covered():
-    assert set(CASES) | {"grow_tree"} == {op for op in _ops._NAMES
-                                          if any(w in op for w in ("draft_topk", "tree", "compact")) and not any(
-                                              w in op for w in ("verify", "attention", "build_tree_kernel", "speculative"))}
-    assert all(mutable_names(op) for op in CASES)
+    """SGLang's ops have tests of their own (tests/integrations)."""
+    sources = Path(__file__).parents[2] / "csrc"
+    ops = {p.stem for stage in ("tree", "kv") for p in (sources / stage).glob("*.cu") if not p.stem.startswith("sgl_")}
+    assert set(CASES) | {"grow_tree"} == ops
+    assert all(mutable_names(op) for op in ops)
