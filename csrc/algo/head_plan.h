@@ -23,8 +23,8 @@ FV_HD int head_rows_tile(int64_t rows) { return rows <= 8 ? 8 : rows <= 16 ? 16 
 // Vocabulary rows of a tile, and threads of its block: a warp takes 32. More node rows, wider tiles: the hidden states are
 // read again for every tile.
 constexpr int kHeadTileLeast = 128;
-FV_HD constexpr int head_tile(int rows_tile) { return rows_tile <= 16 ? 128 : 192; }
-FV_HD constexpr int head_stages(int rows_tile) { return rows_tile <= 16 ? 5 : 3; }
+FV_HD constexpr int head_tile(int rows_tile) { return rows_tile <= 32 ? 128 : 192; }
+FV_HD constexpr int head_stages(int rows_tile) { return rows_tile <= 16 ? 5 : rows_tile == 32 ? 4 : 3; }
 FV_HD constexpr int head_stage_bytes(int rows_tile) { return (head_tile(rows_tile) + rows_tile) * kHeadStep * 2; }
 FV_HD constexpr int head_smem(int rows_tile) {
     return head_stages(rows_tile) * head_stage_bytes(rows_tile) + kHeadRowBytes * rows_tile;

@@ -17,7 +17,7 @@ def lm_head_verify_tree_workspace_bytes(rows: int, vocab_size: int, sms: int) ->
     tile = next((n for n in (8, 16, 32) if rows <= n), 64)
     chunks = -(-rows // tile)
     zeroed = align(align(align(8 * rows) + 4 * rows) + 4 * chunks * -(-vocab_size // 128))
-    logits = align(zeroed + 2 * 4 * tile * (128 if tile <= 16 else 192) * max(2 * sms, chunks))
+    logits = align(zeroed + 2 * 4 * tile * (128 if tile <= 32 else 192) * max(2 * sms, chunks))
     return align(logits + 4 * rows * (-(-vocab_size // 4) * 4)), zeroed, logits
 
 
@@ -29,6 +29,12 @@ def lm_head_verify_tree_workspace(rows: int, vocab_size: int, device: "torch.dev
     workspace = torch.empty(size, dtype=torch.uint8, device=device)
     workspace[:zeroed].zero_()
     return workspace
+
+
+def lm_head_verify_tree_pays(rows: int, filters: bool = False) -> bool:
+    """True where the CUDA op is the faster choice against GEMM + verify_tree: up to 64 node rows without filters and
+    logprobs. Measured on H200, 4096 x 128256 and 7168 x 20480, 8 to 64 rows (docs/performance.md)."""
+    return rows <= 64 and not filters
 
 
 def workspace_logits(workspace: torch.Tensor, rows: int, vocab_size: int, sms: int) -> torch.Tensor:

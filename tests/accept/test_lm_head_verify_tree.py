@@ -15,12 +15,15 @@ def run_head(backend, **case) -> dict:
     if backend in ("reference", "cpu"):
         return run_op(backend, "lm_head_verify_tree", **case)
     sms = torch.cuda.get_device_properties(0).multi_processor_count if backend == "cuda" else 132
-    size, zeroed, _ = lm_head_verify_tree_workspace_bytes(case["hidden"].shape[0], case["vocab_size"], sms)
+    size, zeroed, logits = lm_head_verify_tree_workspace_bytes(case["hidden"].shape[0], case["vocab_size"], sms)
     workspace = torch.full((size + 64,), 0xff, dtype=torch.uint8)  # NaN wherever it is read before it is written
     workspace[:zeroed] = 0
     got = run_op(backend, "lm_head_verify_tree", **{**case, "workspace": workspace})
     after = got.pop("workspace")
     assert not after[:zeroed].any() and (after[size:] == 0xff).all()
+    filters = (case["top_k"] > 0) | (case["top_p"] < 1) | (case["min_p"] > 0)
+    if case.get("logprobs") is None and not filters.any() and (case["cu_nodes"].diff() >= 0).all():
+        assert (after[logits:] == 0xff).all(), "no logit is written"
     return got
 
 
