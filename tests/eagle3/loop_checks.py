@@ -90,11 +90,12 @@ class CheckedRun(decode._Run):
             assert not self.pending.rounds and torch.equal(self.req.draft_len[self._live()], self.req.prefix_len[self._live()])
         self._check_tree(shape, plan.tree)
 
-    def _accept(self, logits, tokens, parents, cu_nodes, req, out) -> None:
+    def _accept(self, logits, tokens, parents, cu_nodes, req, plan) -> None:
         if self.fault is not None:
             self._apply_fault(logits, parents, cu_nodes, req)
         before = req.remaining.clone()
-        super()._accept(logits, tokens, parents, cu_nodes, req, out)
+        super()._accept(logits, tokens, parents, cu_nodes, req, plan)
+        out = plan.out
         n = out.num_tokens_out
         assert torch.equal(req.remaining, before - n)
         for b in range(len(n)):
