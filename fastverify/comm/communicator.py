@@ -1,12 +1,11 @@
 """Communicator: the group, the memory and the handle behind all_reduce, all_reduce_rms_norm and all_gather_small."""
 
-import os
-import uuid
 from typing import Optional
 
 import torch
 import torch.distributed as dist
 
+from .slabs import host_slabs, peer_slabs, wait_until_idle
 from .topology import _control
 
 DEADLINE_SECONDS = 10.0
@@ -60,11 +59,11 @@ class Communicator:
         transport, self.reason = self._choose(backend)
         with torch.cuda.device(self.device):
             torch.zeros(1, device=self.device)  # the context that the control plane uses
-            slabs = self._peer_slabs(max_bytes) if transport == "peer" else self._host_slabs(max_bytes)
+            self._memory, slabs = (peer_slabs if transport == "peer" else host_slabs)(self, max_bytes)
             self.state = torch.zeros(_STATE_WORDS, dtype=torch.int32, device=self.device)
             self.state[_EPOCH] = 1
             self.status = torch.zeros(1, _STATE_WORDS, dtype=torch.int32, pin_memory=True)
-            torch.cuda.synchronize(self.device)
+            wait_until_idle(self.device)
         ranks = [(slabs, self.state.data_ptr(), self.status.data_ptr(), 0)]
         self._open(transport, self.device.index, max_bytes, one_shot_bytes, deadline, ranks, blocks)
         dist.barrier(self._control_group)  # every slab is mapped and clean before the first call
@@ -81,33 +80,6 @@ class Communicator:
         values = [None] * self.world
         dist.all_gather_object(values, value, group=self._control_group)
         return values
-
-    def _peer_slabs(self, max_bytes: int) -> list:
-        control = _control()
-        own = control.DeviceSlab(control.slab_bytes(self.world, max_bytes, "peer"))
-        first = control.gather_offset(self.world, max_bytes, "peer")
-        own.fill(0, control.slab_bytes(self.world, max_bytes, "peer"), 0)
-        own.fill(control.SLAB_HEADER, first - control.SLAB_HEADER, 0xFF)  # slots wait for words that are not all ones
-        handles = self._exchange(own.ipc_handle())
-        peers = [own if r == self.rank else control.PeerSlab(h) for r, h in enumerate(handles)]
-        self._memory = peers
-        return [p.address for p in peers]
-
-    def _host_slabs(self, max_bytes: int) -> list:
-        control = _control()
-        size = control.slab_bytes(self.world, max_bytes, "host")
-        own = control.HostRegion(f"/fastverify-{os.getpid()}-{uuid.uuid4().hex[:12]}", size, create=True)
-        names = self._exchange(own.name)
-        regions = [own if r == self.rank else control.HostRegion(n, size, create=False) for r, n in enumerate(names)]
-        dist.barrier(self._control_group)
-        own.unlink()  # the mappings keep it; nothing stays behind when a process dies
-        for turn in range(self.world):  # registering the same pages from two processes at once sometimes fails
-            if turn == self.rank:
-                for region in regions:
-                    region.register_cuda()
-            dist.barrier(self._control_group)
-        self._memory = regions
-        return [r.device_address for r in regions]
 
     @classmethod
     def make_virtual(cls, world: int, device: "torch.device | str" = "cuda", max_bytes: int = 1 << 20, *,
@@ -215,7 +187,7 @@ class Communicator:
         """Later calls are refused in words. Collective on CUDA: peers may still be writing until all have come."""
         self._handle.close()
         if self._memory:
-            torch.cuda.synchronize(self.device)
+            wait_until_idle(self.device)
             try:
                 dist.barrier(self._control_group)
             except RuntimeError:
