@@ -141,7 +141,7 @@ CombineCall check_combine(
     int64_t vocab_offset, int64_t vocab_size, int64_t round, int64_t num_rounds, int64_t rule) {
     const char* op = "verify_tree_combine";
     check_tensor(op, "partials", partials, {ScalarType::Long}, {kAny, kAny, kAny}, partials);
-    const int64_t world = partials.size(0), rows = partials.size(1), words = partials.size(2);
+    const int64_t rows = partials.size(1), words = partials.size(2);
     const VerifyInputs in = check_inputs(op, partials, rows, tokens, parents, cu_nodes, prefix_len, active, temperature,
                                          top_k, top_p, min_p, nullptr, std::nullopt, vocab_size, rule);
     const int64_t width = counts && counts->dim() == 2 ? counts->size(1) : 0;
