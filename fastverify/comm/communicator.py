@@ -5,13 +5,13 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
-from .slabs import host_slabs, peer_slabs, wait_until_idle
+from .slabs import call_state, host_slabs, peer_slabs, wait_until_idle
 from .topology import _control
 
 DEADLINE_SECONDS = 10.0
 OVERLAP_ROWS = 256  # from here on a row-parallel linear is cut in chunks whose sums overlap the next chunk's product
 BLOCKS = 32  # per rank: enough to fill a link, few enough to be resident beside anything else
-_EPOCH, _MISSING_MASK, _STATE_WORDS = 0, 5, 8
+_MISSING_MASK, _STATUS_WORDS = 5, 8
 _FAILURE, _FAILED_RANK, _FAILED_EPOCH, _FAILED_STAGE = 0, 1, 3, 4
 BACKENDS = ("auto", "peer", "host")
 
@@ -60,9 +60,8 @@ class Communicator:
         with torch.cuda.device(self.device):
             torch.zeros(1, device=self.device)  # the context that the control plane uses
             self._memory, slabs = (peer_slabs if transport == "peer" else host_slabs)(self, max_bytes)
-            self.state = torch.zeros(_STATE_WORDS, dtype=torch.int32, device=self.device)
-            self.state[_EPOCH] = 1
-            self.status = torch.zeros(1, _STATE_WORDS, dtype=torch.int32, pin_memory=True)
+            self.state = call_state(1, self.device)
+            self.status = torch.zeros(1, _STATUS_WORDS, dtype=torch.int32, pin_memory=True)
             wait_until_idle(self.device)
         ranks = [(slabs, self.state.data_ptr(), self.status.data_ptr(), 0)]
         self._open(transport, self.device.index, max_bytes, one_shot_bytes, deadline, ranks, blocks)
@@ -95,15 +94,13 @@ class Communicator:
         self.rank, self.world, self.virtual, self.gathers = 0, world, True, False
         self._stream, self._side, self._memory, self.overlap_rows = None, None, [], OVERLAP_ROWS
         control = _control()
-        size = control.slab_bytes(world, max_bytes, transport)
+        size = control.slab_bytes(world, max_bytes)
         memory = "cpu" if emulated or transport == "host" else self.device
         pin = transport == "host" and not emulated
         self.slabs = torch.zeros(world, size, dtype=torch.uint8, device=memory, pin_memory=pin)
-        if transport == "peer":
-            self.slabs[:, control.SLAB_HEADER:control.gather_offset(world, max_bytes, transport)] = 0xFF
-        self.state = torch.zeros(world, _STATE_WORDS, dtype=torch.int32, device="cpu" if emulated else self.device)
-        self.state[:, _EPOCH] = epoch if epoch < 1 << 31 else epoch - (1 << 32)
-        self.status = torch.zeros(world, _STATE_WORDS, dtype=torch.int32, pin_memory=not emulated)
+        self.slabs[:, control.SLAB_HEADER:control.gather_offset(world, max_bytes)] = 0xFF
+        self.state = call_state(world, "cpu" if emulated else self.device, epoch)
+        self.status = torch.zeros(world, _STATUS_WORDS, dtype=torch.int32, pin_memory=not emulated)
         self.hooks = torch.zeros(world, 16, dtype=torch.int32, device=self.state.device) if hooks else None
         bases = [self.slabs[r].data_ptr() for r in range(world)]
         ranks = [(bases, self.state[r].data_ptr(), self.status[r].data_ptr(), self.hooks[r].data_ptr() if hooks else 0)

@@ -14,13 +14,21 @@ def wait_until_idle(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
+def call_state(ranks: int, device, epoch: int = 1) -> torch.Tensor:
+    """int32 [ranks, words]: what the kernels of each rank keep between calls (csrc/comm/fv_comm.h), before call `epoch`."""
+    control = _control()
+    state = torch.zeros(ranks, control.STATE_WORDS, dtype=torch.int32, device=device)
+    state[:, :control.EPOCH_WORDS] = epoch if epoch < 1 << 31 else epoch - (1 << 32)
+    return state
+
+
 def peer_slabs(comm, max_bytes: int) -> tuple:
     """(owners, addresses by rank): this rank's slab in GPU memory and those of its peers, mapped through CUDA IPC."""
     control = _control()
-    own = control.DeviceSlab(control.slab_bytes(comm.world, max_bytes, "peer"))
-    first = control.gather_offset(comm.world, max_bytes, "peer")
-    own.fill(0, control.slab_bytes(comm.world, max_bytes, "peer"), 0)
-    own.fill(control.SLAB_HEADER, first - control.SLAB_HEADER, 0xFF)  # slots wait for words that are not all ones
+    size = control.slab_bytes(comm.world, max_bytes)
+    own = control.DeviceSlab(size)
+    own.fill(0, size, 0)
+    own.fill(control.SLAB_HEADER, control.gather_offset(comm.world, max_bytes) - control.SLAB_HEADER, 0xFF)  # empty slots
     handles = comm._exchange(own.ipc_handle())
     peers = [own if r == comm.rank else control.PeerSlab(h) for r, h in enumerate(handles)]
     return peers, [p.address for p in peers]
@@ -29,8 +37,9 @@ def peer_slabs(comm, max_bytes: int) -> tuple:
 def host_slabs(comm, max_bytes: int) -> tuple:
     """(owners, device addresses by rank): one mailbox per reader in /dev/shm, mapped by every rank's GPU."""
     control = _control()
-    size = control.slab_bytes(comm.world, max_bytes, "host")
+    size = control.slab_bytes(comm.world, max_bytes)
     own = control.HostRegion(f"/fastverify-{os.getpid()}-{uuid.uuid4().hex[:12]}", size, create=True)
+    own.fill(control.SLAB_HEADER, control.gather_offset(comm.world, max_bytes) - control.SLAB_HEADER, 0xFF)  # empty slots
     names = comm._exchange(own.name)
     regions = [own if r == comm.rank else control.HostRegion(n, size, create=False) for r, n in enumerate(names)]
     dist.barrier(comm._control_group)

@@ -133,8 +133,8 @@ std::unique_ptr<Handle> make_handle(int world, int rank, int local_ranks, const 
     return std::make_unique<Handle>(c, addresses);
 }
 
-int64_t slab_size(int world, int64_t max_bytes, const std::string& transport) {
-    return slab_bytes(world, max_bytes, transport == "host" ? kHostMailbox : kPeerMemory);
+int64_t slab_size(int world, int64_t max_bytes) {
+    return slab_bytes(world, max_bytes);
 }
 
 py::dict build_info() {
@@ -162,6 +162,9 @@ PYBIND11_MODULE(_comm, m) {
              py::arg("deadline_ns"), py::arg("ranks"))
         .def_property_readonly("address", &Handle::address)
         .def("set_one_shot_bytes", &Handle::set_one_shot_bytes)
+        .def("set_island_bytes", &Handle::set_island_bytes)
+        .def("set_fp8_bytes", &Handle::set_fp8_bytes)
+        .def("set_blocks", &Handle::set_blocks)
         .def("set_deadline_ns", &Handle::set_deadline_ns)
         .def("close", &Handle::close);
     const auto released = py::call_guard<py::gil_scoped_release>();
@@ -179,15 +182,17 @@ PYBIND11_MODULE(_comm, m) {
         .def_property_readonly("name", &HostRegion::name)
         .def_property_readonly("device_address", &HostRegion::device_address)
         .def("bind", &HostRegion::bind, py::arg("numa_node"))
+        .def("fill", &HostRegion::fill, py::arg("offset"), py::arg("bytes"), py::arg("value"), released)
         .def("register_cuda", &HostRegion::register_cuda, released)
         .def("unlink", &HostRegion::unlink);
-    m.def("slab_bytes", &slab_size, py::arg("world"), py::arg("max_bytes"), py::arg("transport"));
+    m.def("slab_bytes", &slab_size, py::arg("world"), py::arg("max_bytes"));
     m.attr("SLAB_HEADER") = kSlabHeader;
     m.attr("MAX_RANKS") = kMaxRanks;
+    m.attr("EPOCH_WORDS") = kEpochWords;
+    m.attr("STATE_WORDS") = static_cast<int>(kCommStateWords);
+    m.attr("NEVER") = kNever;
     m.attr("GATHER_BYTES") = kGatherBytes;
-    m.def("gather_offset", [](int world, int64_t max_bytes, const std::string& transport) {
-        return gather_offset(world, slot_stride(max_bytes, transport == "host" ? kHostMailbox : kPeerMemory));
-    });
+    m.def("gather_offset", [](int world, int64_t max_bytes) { return gather_offset(world, slot_stride(max_bytes)); });
     m.def("topology", &fv::comm::topology, py::arg("sysfs_root"), py::arg("driver"));
     m.def("nccl_library", &fv::comm::nccl_library, py::arg("env_path"), py::arg("wheel_path"));
 }
