@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "comm/launch_comm.h"
+#include "comm/nccl_path.h"
 #include "comm/reduce.cuh"
 
 namespace fv {
@@ -50,6 +51,10 @@ void all_gather_small_cuda(const Tensor x, Tensor out, int64_t comm) {
     const int64_t n = check_gather_arguments(op, c, x, out);
     if (n == 0) return;
     const Launch launch(op, x);
+    if (c.transport == kNccl) {
+        nccl_all_gather_bytes(op, c, x.const_data_ptr(), out.mutable_data_ptr(), n, launch.stream);
+        return;
+    }
     const CommArgs args = comm_kernel_args(c, n);
     int64_t blocks = ceil_div((n + 15) / 16, kThreads);
     blocks = blocks < c.blocks ? blocks : c.blocks;

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "comm/launch_comm.h"
+#include "comm/nccl_path.h"
 #include "comm/reduce.cuh"
 
 namespace fv {
@@ -54,6 +55,10 @@ void all_reduce_cuda(const Tensor x, Tensor out, int64_t comm) {
     check_like(op, "out", out, x);
     if (n == 0) return;
     const Launch launch(op, x);
+    if (c.transport == kNccl) {
+        nccl_all_reduce(op, c, x.const_data_ptr(), out.mutable_data_ptr(), n, x.scalar_type(), launch.stream);
+        return;
+    }
     if (x.scalar_type() == ScalarType::Float) run<float>(launch, c, x, out, n);
     else if (x.scalar_type() == ScalarType::Half) run<__half>(launch, c, x, out, n);
     else run<__nv_bfloat16>(launch, c, x, out, n);

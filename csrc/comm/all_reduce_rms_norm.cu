@@ -5,7 +5,9 @@
 // squares is taken in an order that depends on H alone. Cost: one launch. Graph-safe.
 #include <torch/csrc/stable/library.h>
 
+#include "comm/add_rms_norm.h"
 #include "comm/launch_comm.h"
+#include "comm/nccl_path.h"
 #include "comm/reduce.cuh"
 
 namespace fv {
@@ -156,6 +158,12 @@ void all_reduce_rms_norm_cuda(const Tensor x, Tensor residual, const Tensor weig
     const NormShape shape = check_norm_arguments(op, c, x, residual, weight, out, prefetch);
     if (shape.rows == 0) return;
     const Launch launch(op, x);
+    if (c.transport == kNccl) {
+        nccl_all_reduce(op, c, x.const_data_ptr(), out.mutable_data_ptr(), x.numel(), x.scalar_type(), launch.stream);
+        launch_add_rms_norm(launch, x.scalar_type(), weight.const_data_ptr(), residual.mutable_data_ptr(),
+                            out.mutable_data_ptr(), shape.rows, shape.hidden, static_cast<float>(eps));
+        return;
+    }
     FV_CHECK(shape.hidden * 4 + 160 <= launch.props.max_smem, op, ": x must have rows of at most ",
              (launch.props.max_smem - 160) / 4, " elements; got ", shape.hidden, ". Fix: all_reduce, then the norm.");
     const float e = static_cast<float>(eps);

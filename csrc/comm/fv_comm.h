@@ -2,6 +2,7 @@
 // What the control plane (_comm) hands to the ops: one plain, versioned struct; ops take its address as an int64.
 // Filled once, before the first call; the ops only read it. No torch, no CUDA headers, no pointers to C++ objects.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 #include "common/types.h"
@@ -10,12 +11,22 @@ namespace fv {
 
 constexpr int kMaxRanks = 8;
 constexpr uint32_t kCommMagic = 0x4656434du;  // "FVCM"
-constexpr uint32_t kCommVersion = 1;
+constexpr uint32_t kCommVersion = 2;
 
 enum CommTransport : int32_t {
     kGathered = 0,     // CPU: the caller has gathered the inputs of all ranks, the op folds them
     kPeerMemory = 1,   // slabs in GPU memory that peers write (NVLink, PCIe, or the same GPU): 16-byte words, sentinel
     kHostMailbox = 2,  // slabs in pinned host memory, one per reader: 8-byte words of data and tag
+    kNccl = 3,         // no slabs: NCCL moves and adds (its own order and roundings), nccl below is filled
+};
+
+// NCCL as the control plane loaded it; the types are those of nccl.h (results, data types and operators are ints).
+struct NcclCalls {
+    void* comm;  // nullptr: none
+    int (*all_reduce)(const void* send, void* receive, size_t count, int type, int sum, void* comm, void* stream);
+    int (*all_gather)(const void* send, void* receive, size_t count, int type, void* comm, void* stream);
+    int (*get_async_error)(void* comm, int* result);
+    const char* (*error_string)(int result);
 };
 
 // What a rank sees. Device pointers, valid in the process that launches for this rank.
@@ -39,6 +50,7 @@ struct fv_comm {
     int32_t blocks;                  // per rank
     int32_t reserved;
     CommRank ranks[kMaxRanks];       // [0, local_ranks)
+    NcclCalls nccl;
 };
 
 // state words

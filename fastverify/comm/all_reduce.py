@@ -25,5 +25,5 @@ def all_reduce(x: torch.Tensor, comm, out: Optional[torch.Tensor] = None) -> tor
         return out
     _ops.require_kernel("all_reduce", x.device)
     comm.claim_stream()
-    _ops.get("all_reduce")(x, out, comm.handle)
+    _ops.get("all_reduce")(x, out, comm.handle_for(x.nbytes))
     return out

@@ -26,7 +26,7 @@ def all_reduce_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.T
         return out
     _ops.require_kernel("all_reduce_rms_norm", x.device)
     comm.claim_stream()
-    _ops.get("all_reduce_rms_norm")(x, residual, weight, out, prefetch, comm.handle, eps)
+    _ops.get("all_reduce_rms_norm")(x, residual, weight, out, prefetch, comm.handle_for(x.nbytes), eps)
     return out
 
 

@@ -43,8 +43,18 @@ def _calls(rank: int, world: int, port: int) -> None:
             exact = r.double() * torch.rsqrt(r.double().square().mean(-1, keepdim=True) + 1e-5) * 2
             assert torch.allclose(out.double(), exact, rtol=2.0**-7 if dtype != torch.float32 else 1e-6, atol=1e-6)
         a, w = torch.randn(20, 8, generator=torch.Generator().manual_seed(rank)), torch.randn(16, 8, generator=torch.Generator().manual_seed(9 + rank))
-        whole = linear_all_reduce(a, w, comm, chunks=1)
-        assert torch.allclose(linear_all_reduce(a, w, comm, chunks=3), whole, rtol=1e-5, atol=1e-5)
+        whole = linear_all_reduce(a, w, comm, split=("rows", 1))
+        assert torch.allclose(linear_all_reduce(a, w, comm, split=("rows", 3)), whole, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(linear_all_reduce(a, w, comm, split=("columns", 4)), whole, rtol=1e-5, atol=1e-5)
+        residual, bias = torch.ones_like(whole), torch.arange(16.0) if rank == 0 else None
+        summed = linear_all_reduce(a, w, comm, bias, split=("columns", 2), residual=residual)
+        assert summed is residual and torch.allclose(residual, whole + 1 + torch.arange(16.0), rtol=1e-5, atol=1e-5)
+        assert comm.splits == {} and torch.equal(linear_all_reduce(a, w, comm), whole), "few rows: one piece"
+        comm.splits = {"16,8,float32": [(1, "rows", 1), (20, "columns", 2)]}
+        assert torch.equal(linear_all_reduce(a, w, comm), linear_all_reduce(a, w, comm, split=("columns", 2)))
+        comm.splits = {}
+        with pytest.raises(ValueError, match="split must be .* got .'columns', 3. for 16 columns. Fix: "):
+            linear_all_reduce(a, w, comm, split=("columns", 3))
         everyone = [torch.empty_like(whole) for _ in range(world)]
         dist.all_gather(everyone, whole)
         assert all(torch.equal(e, whole) for e in everyone)
