@@ -30,7 +30,12 @@ def all_reduce_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.T
     return out
 
 
-def prefetch_table(weights: list) -> torch.Tensor:
-    """Addresses and sizes of contiguous CUDA tensors as all_reduce_rms_norm takes them; make it once, keep the tensors."""
-    rows = [[w.data_ptr(), w.numel() * w.element_size()] for w in weights]
+def prefetch_table(weights: list, limit: Optional[int] = None) -> torch.Tensor:
+    """Addresses and sizes of contiguous CUDA tensors as all_reduce_rms_norm takes them; make it once, keep the tensors. limit: bytes
+    in all (the first ones are taken): more than the L2 holds would push out what was pulled in."""
+    rows, left = [], limit if limit is not None else sum(w.nbytes for w in weights)
+    for w in weights:
+        if left > 0:
+            rows.append([w.data_ptr(), min(w.nbytes, left)])
+            left -= rows[-1][1]
     return torch.tensor(rows, dtype=torch.int64, device=weights[0].device).reshape(-1, 2)

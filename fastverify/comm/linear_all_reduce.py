@@ -24,6 +24,30 @@ def split_for(rows: int, n: int, measured: list, overlap_rows: int) -> tuple:
     return ("columns", 4) if n % 64 == 0 else ("rows", max(1, min(4, rows // 128)))
 
 
+def shape_name(n: int, k: int, dtype: torch.dtype) -> str:
+    return f"{n},{k},{str(dtype).removeprefix('torch.')}"
+
+
+def cut(rows: int, weight: torch.Tensor, comm, split: Optional[tuple] = None) -> tuple:
+    """(kind, pieces) for a linear of this weight on this communicator: `split`, else the tuner's or the rule's; more pieces where
+    one would be larger than a sum may be."""
+    n = weight.shape[0]
+    measured = comm.splits.get(shape_name(n, weight.shape[1], weight.dtype)) if comm.splits else None
+    kind, pieces = split or split_for(rows, n, measured or [], comm.overlap_rows)
+    if kind not in ("rows", "columns") or pieces < 1 or (kind == "columns" and n % pieces):
+        raise ValueError(f"linear_all_reduce: split must be (\"rows\"|\"columns\", pieces), columns a multiple of pieces; got "
+                         f"{(kind, pieces)} for {n} columns. Fix: leave it out.")
+    largest = max(1, comm.largest_bytes // (n * weight.element_size()))  # rows of one sum
+    if -(-rows // pieces) > largest:
+        kind, pieces = "rows", -(-rows // largest)
+    return kind, pieces
+
+
+def overlaps(rows: int, weight: torch.Tensor, comm) -> bool:
+    """Whether a row-parallel layer should call linear_all_reduce for so many rows (else all_reduce_rms_norm). Pure in shapes."""
+    return cut(rows, weight, comm) != ONE_PIECE
+
+
 def linear_all_reduce(x: torch.Tensor, weight: torch.Tensor, comm, bias: Optional[torch.Tensor] = None, *,
                       split: Optional[tuple] = None, residual: Optional[torch.Tensor] = None) -> torch.Tensor:
     """Sum over ranks of x @ weight.T (+ bias): what a row-parallel layer owes the residual stream.
@@ -39,16 +63,10 @@ def linear_all_reduce(x: torch.Tensor, weight: torch.Tensor, comm, bias: Optiona
     Errors: those of all_reduce; ValueError for a split that does not fit. Cost: two launches more per piece.
     """
     rows, n = x.shape[0], weight.shape[0]
-    kind, pieces = split or split_for(rows, n, comm.splits.get(_name(weight)) if comm.splits else [], comm.overlap_rows)
-    if kind not in ("rows", "columns") or pieces < 1 or (kind == "columns" and n % pieces):
-        raise ValueError(f"linear_all_reduce: split must be (\"rows\"|\"columns\", pieces), columns a multiple of pieces; got "
-                         f"{(kind, pieces)} for {n} columns. Fix: leave it out.")
-    largest = max(1, comm.largest_bytes // x.element_size())  # elements of one sum
-    if kind == "columns" and rows * (n // pieces) > largest:
-        kind, pieces = "rows", -(-rows // max(1, largest // n))
-    step = max(1, min(-(-rows // pieces) if kind == "rows" else rows, largest // n if kind == "rows" else rows))
+    kind, pieces = cut(rows, weight, comm, split)
     if kind == "columns" and pieces > 1:
         return _by_columns(x, weight, comm, bias, pieces, residual)
+    step = -(-rows // pieces) if rows else 1
     if step >= rows:
         y = linear(x, weight, bias)
         all_reduce(y, comm, out=y)
@@ -100,6 +118,3 @@ def overlapped(parts: list, sums: list, comm, then=None) -> None:
         if then is not None:
             then(i)
 
-
-def _name(weight: torch.Tensor) -> str:
-    return f"{weight.shape[0]},{weight.shape[1]},{str(weight.dtype).removeprefix('torch.')}"

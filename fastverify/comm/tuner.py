@@ -132,7 +132,6 @@ def tune(comm, own_forms: bool = True) -> None:
         comm.set_one_shot_bytes(plan["one_shot_bytes"])
     if comm.nccl is not None and plan["nccl_bytes"] is not None:
         comm.nccl_bytes = plan["nccl_bytes"]
-    comm.splits = {k: [tuple(row) for row in rows] for k, rows in plan["linear"].items()}
 
 
 def measure(comm) -> dict:
@@ -189,11 +188,15 @@ def time_call(comm, call: Callable, calls: int = CALLS) -> Optional[float]:
 def tune_linear(comm, n: int, k: int, dtype: torch.dtype, rows: tuple = LINEAR_ROWS) -> list:
     """Cuts of a row-parallel linear [R, k] x [n, k] that are fastest, [(rows, kind, pieces), ...] ascending; kept in the plan.
 
-    Collective; once per shape, at load time. Memory: one weight and max(rows) rows of input and output."""
-    name = f"{n},{k},{str(dtype).removeprefix('torch.')}"
-    if name in comm.splits or getattr(comm, "plan", None) is None:
-        return comm.splits.get(name, [])
-    from .linear_all_reduce import linear_all_reduce
+    Collective; once per shape, at load time. k may differ between ranks. Memory: one weight and max(rows) rows of input and
+    output."""
+    from .linear_all_reduce import linear_all_reduce, shape_name
+    if getattr(comm, "plan", None) is None:
+        return []
+    name, kept = shape_name(n, k, dtype), shape_name(n, max(comm._exchange(k)), dtype)
+    if kept in comm.plan["linear"]:
+        comm.splits[name] = [tuple(row) for row in comm.plan["linear"][kept]]
+        return comm.splits[name]
     weight = torch.zeros(n, k, dtype=dtype, device=comm.device)
     found: list = []
     for r in rows:
@@ -209,7 +212,7 @@ def tune_linear(comm, n: int, k: int, dtype: torch.dtype, rows: tuple = LINEAR_R
             us, pieces, kind = min(timed)
             found.append((r, kind, pieces))
     comm.splits[name] = found = comm.from_first(found)
-    comm.plan["linear"][name] = found
+    comm.plan["linear"][kept] = found
     if comm.rank == 0:
         save_plan(comm.key, comm.plan)
     return found
