@@ -21,11 +21,11 @@ def all_reduce_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.T
     Errors and deadline: see all_reduce. Cost: one launch, 3 rows read and 2 written per row. Graph-safe on CUDA.
     """
     out = torch.empty_like(residual) if out is None else out
+    comm.begin("all_reduce_rms_norm", x)
     if comm.gathers:
         _ops.get("all_reduce_rms_norm")(comm.gather(x), residual, weight, out, None, comm.handle, eps)
         return out
     _ops.require_kernel("all_reduce_rms_norm", x.device)
-    comm.claim_stream()
     _ops.get("all_reduce_rms_norm")(x, residual, weight, out, prefetch, comm.handle_for(x.nbytes), eps)
     return out
 

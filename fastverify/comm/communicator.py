@@ -40,6 +40,8 @@ class Communicator:
     nccl: options of ncclConfig_t (fastverify.comm.nccl.nccl_config); given, NCCL stands beside "peer" and "host" too.
     deterministic: NCCL is used only where the backend is "nccl": its sums are equal on all ranks but may round elsewhere
         than ours (at W = 2 they are the same).
+    debug: every call that is not captured first compares op, shape and dtype of all ranks on the host (slow, synchronous) and
+        raises CommunicatorError on every rank with who called what, instead of a wrong sum or a wait until the deadline.
 
     One communicator serves one stream and one graph's replays at a time: a call on a second stream is refused.
     Use as a context manager or call close() on every rank. `Communicator.make_virtual(world, device)` makes `world` ranks
@@ -48,7 +50,7 @@ class Communicator:
 
     def __init__(self, group=None, device: "torch.device | str" = "cpu", max_bytes: int = 1 << 20, *, backend: str = "auto",
                  deadline: float = DEADLINE_SECONDS, one_shot_bytes: Optional[int] = None, blocks: int = BLOCKS,
-                 nccl: Optional[dict] = None, deterministic: bool = False):
+                 nccl: Optional[dict] = None, deterministic: bool = False, debug: bool = False):
         self.device = torch.device(device)
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError("Communicator: torch.distributed must be initialised; got no process group. "
@@ -59,6 +61,7 @@ class Communicator:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.virtual, self.gathers = False, self.device.type == "cpu"
         self._reset()
+        self.debug = debug
         if self.gathers:
             self.reason = "CPU tensors go through the process group"
             self._open("gathered", -1, max_bytes, one_shot_bytes, deadline, [], blocks)
@@ -93,7 +96,7 @@ class Communicator:
     def _reset(self) -> None:
         self._stream, self._side, self._memory, self.overlap_rows = None, None, [], OVERLAP_ROWS
         self.nccl, self._nccl_handle, self.nccl_library, self.nccl_bytes, self.splits = None, None, None, None, {}
-        self.tuned = "nothing was measured"
+        self.tuned, self.debug = "nothing was measured", False
 
     def _connect(self, backend: str, max_bytes: int) -> tuple:
         """(transport, addresses, why) of the first way that works on every rank."""
@@ -150,7 +153,7 @@ class Communicator:
 
     def _exchange(self, value) -> list:
         values = [None] * self.world
-        dist.all_gather_object(values, value, group=self._control_group)
+        dist.all_gather_object(values, value, group=self.group if self.gathers else self._control_group)
         return values
 
     @classmethod
@@ -202,6 +205,16 @@ class Communicator:
         """Inputs up to here go one-shot. The same on every rank; captured graphs keep what they were captured with."""
         self.one_shot_bytes = nbytes
         self._handle.set_one_shot_bytes(nbytes)
+
+    def begin(self, op: str, x: torch.Tensor) -> None:
+        """Before every call: the checks that only the host can make."""
+        if self.debug and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            said = self._exchange(f"{op} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}")
+            if len(set(said)) > 1:
+                calls = "; ".join(f"rank {r}: {text}" for r, text in enumerate(said))
+                raise CommunicatorError(f"{op}: all ranks must make the same call; got {calls}. Fix: look at the ranks that differ.")
+        if not self.gathers:
+            self.claim_stream()
 
     def claim_stream(self) -> None:
         """Refuses a call on another stream than the first one's: two streams would mix their messages. Capture is free."""

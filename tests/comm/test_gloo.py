@@ -61,6 +61,15 @@ def _calls(rank: int, world: int, port: int) -> None:
         words = torch.arange(100 * 256).view(100, 256) + rank  # 2 KiB a row: more than one small gather
         assert torch.equal(comm.gather_rows(words), torch.stack([words - rank + r for r in range(world)]))
         comm.check()
+    with Communicator(max_bytes=1 << 16, debug=True) as comm:
+        assert float(all_reduce(torch.ones(3), comm)[0]) == world
+        calls = [lambda: all_reduce(torch.ones(4), comm), lambda: all_gather_small(torch.ones(4), comm), lambda: all_reduce(torch.ones(5), comm)]
+        for which in ((0, 1, 0), (2, 0, 0)):
+            with pytest.raises(CommunicatorError, match="all ranks must make the same call; got rank 0: .*float32.*; rank 1: .* Fix: ") as told:
+                calls[which[rank]]()
+            everyone = [None] * world
+            dist.all_gather_object(everyone, str(told.value).split(": ", 1)[1])
+            assert len(set(everyone)) == 1, "every rank is told the same"
     with pytest.raises(RuntimeError, match="must be the handle of a Communicator"):
         all_reduce(torch.ones(3), comm)
     dist.barrier()
