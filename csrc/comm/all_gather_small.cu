@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "comm/launch_comm.h"
+#include "comm/nccl_path.h"
 #include "comm/wire.cuh"
 
 namespace fv {
@@ -32,14 +33,13 @@ __global__ void __launch_bounds__(512) all_gather_small_kernel(
         }
         store_vector(out + exchange.rank * n, i, n, v);
     }
-    exchange.finish(0, 0);
+    exchange.finish();
     // one vector of one rank at a time: ranks in parallel, like vectors
     for (uint32_t k = thread; k < vectors * (world - 1); k += threads) {
         const int other = k / vectors, source = other < exchange.rank ? other : other + 1;
         const uint32_t i = k % vectors;
         store_vector(out + source * n, i, n, exchange.take_tagged(source, i));
     }
-    exchange.settle();
 }
 
 void all_gather_small_cuda(const Tensor x, Tensor out, int64_t comm) {
@@ -48,6 +48,10 @@ void all_gather_small_cuda(const Tensor x, Tensor out, int64_t comm) {
     const int64_t n = check_gather_arguments(op, c, x, out);
     if (n == 0) return;
     const Launch launch(op, x);
+    if (c.transport == kNccl) {
+        nccl_all_gather_bytes(op, c, x.const_data_ptr(), out.mutable_data_ptr(), n, launch.stream);
+        return;
+    }
     const CommArgs args = comm_kernel_args(c, kOneShot);
     const int64_t vectors = (n + 15) / 16 * (c.world > 1 ? c.world - 1 : 1);
     const CommChoice choice = choose_all_reduce(vectors, most_comm_blocks(c, launch.props.sms));

@@ -6,6 +6,7 @@
 
 #include "comm/all_reduce_fp8.h"
 #include "comm/launch_comm.h"
+#include "comm/nccl_path.h"
 #include "comm/reduce.cuh"
 
 namespace fv {
@@ -32,14 +33,13 @@ __global__ void __launch_bounds__(512) all_reduce_kernel(
     auto own = [&](uint32_t j) { return j == first_j ? first : sum.load(j); };
     exchange.wipe_old_tags();
     for (uint32_t k = thread; k < sum.vectors; k += threads) sum.offer(sum.turn(k), own(sum.turn(k)));
-    sum.finish();
+    exchange.finish();
     for (uint32_t j = sum.begin + thread; j < sum.end; j += threads) store_vector(out, j, n, sum.reduce(j, own(j)));
     const uint32_t others = sum.vectors - (sum.end - sum.begin);
     for (uint32_t k = thread; k < others; k += threads) {
         const uint32_t j = sum.turn(k);
         store_vector(out, j, n, sum.receive(j));
     }
-    exchange.settle();
 }
 
 template <class T>
@@ -58,6 +58,10 @@ void all_reduce_cuda(const Tensor x, Tensor out, int64_t comm) {
     check_like(op, "out", out, x);
     if (n == 0) return;
     const Launch launch(op, x);
+    if (c.transport == kNccl) {
+        nccl_all_reduce(op, c, x.const_data_ptr(), out.mutable_data_ptr(), n, x.scalar_type(), launch.stream);
+        return;
+    }
     if (n * static_cast<int64_t>(x.element_size()) > c.fp8_bytes) return all_reduce_fp8(launch, c, x, out, n);
     if (x.scalar_type() == ScalarType::Float) run<float>(launch, c, x, out, n);
     else if (x.scalar_type() == ScalarType::Half) run<__half>(launch, c, x, out, n);

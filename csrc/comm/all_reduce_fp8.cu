@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(256) all_reduce_fp8_kernel(
             sum.send(owner, 0, c - owner * slice, c, encode(f));
         }
     }
-    exchange.finish(slice * kWire, one_shot ? 0 : slice * kWire);
+    exchange.finish();
     for (uint32_t c = begin + warp; c < end; c += warps) {
         float total[16];
         sum.load(c, f);
@@ -190,7 +190,6 @@ __global__ void __launch_bounds__(256) all_reduce_fp8_kernel(
             sum.receive(owner, c - owner * slice, c);
         }
     }
-    exchange.settle();
 }
 
 template <class T>

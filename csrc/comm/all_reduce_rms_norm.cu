@@ -6,13 +6,15 @@
 // runs: an order that depends on H alone. Cost: one launch. Graph-safe.
 #include <torch/csrc/stable/library.h>
 
+#include "comm/add_rms_norm.h"
+#include "comm/all_reduce_fp8.h"
 #include "comm/launch_comm.h"
+#include "comm/nccl_path.h"
 #include "comm/reduce.cuh"
 
 namespace fv {
 namespace {
 
-constexpr int kPrefetchBlocks = 32;  // a multiple of every cluster size
 constexpr int64_t kLine = 128;
 
 // table: [ranges][2] = address, bytes
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__(512) all_reduce_rms_norm_kernel(
         const Sum<T, kHooks> sum = sum_of(row);
         for (uint32_t j = mine; j < vectors; j += step) sum.offer(j, own(sum, row, j));
     }
-    sum_of(0).finish(rows);
+    exchange.finish();
     // What this rank owns: one-shot all of a row when its turn comes; else of all rows before it waits for other owners. It
     // stays in shared memory until its norm, or in `out` if there are more rows than teams.
     const bool kept = args.form == kOneShot || teams >= rows;
@@ -133,7 +135,6 @@ __global__ void __launch_bounds__(512) all_reduce_rms_norm_kernel(
             store_vector(row_out, j, hidden, Wire<T>::pack(r));
         }
     }
-    exchange.settle();
 }
 
 template <class T>
@@ -141,14 +142,13 @@ void run(const Launch& launch, const fv_comm& c, const Tensor& x, const Tensor& 
          const Tensor& out, const OptTensor& prefetch, int64_t rows, int64_t hidden, float eps) {
     const int64_t size = sizeof(T), row_vectors = (hidden * size + 15) / 16;
     const CommArgs args = comm_kernel_args(c, comm_form(c, rows * hidden * size));
-    const CommChoice choice =
-        choose_rms_norm(rows, row_vectors, most_comm_blocks(c, launch.props.sms), launch.props.major, c.local_ranks == 1);
+    const int64_t ranges = prefetch ? prefetch->size(0) : 0;
+    const CommChoice choice = choose_rms_norm(rows, row_vectors, c, launch.props, ranges > 0);
     const RowMemory memory(row_vectors, choice.threads, choice.cluster);
     FV_CHECK(memory.bytes <= launch.props.max_smem, launch.op, ": x must have rows of at most ", (launch.props.max_smem - 9216) / size,
              " elements; got ", hidden, ". Fix: all_reduce, then the norm.");
-    const int64_t ranges = prefetch ? prefetch->size(0) : 0;
     auto kernel = comm_has_hooks(c) ? &all_reduce_rms_norm_kernel<T, true> : &all_reduce_rms_norm_kernel<T, false>;
-    launch_comm(launch, c, kernel, choice, ranges > 0 ? kPrefetchBlocks : 0, static_cast<size_t>(memory.bytes), args, cptr<T>(x),
+    launch_comm(launch, c, kernel, choice, choice.prefetch_blocks, static_cast<size_t>(memory.bytes), args, cptr<T>(x),
                 mptr<T>(residual), cptr<T>(weight), mptr<T>(out), cptr<int64_t>(prefetch), ranges, static_cast<int>(rows),
                 static_cast<int>(hidden), eps, choice.blocks, choice.cluster);
 }
@@ -160,6 +160,15 @@ void all_reduce_rms_norm_cuda(const Tensor x, Tensor residual, const Tensor weig
     const NormShape shape = check_norm_arguments(op, c, x, residual, weight, out, prefetch);
     if (shape.rows == 0) return;
     const Launch launch(op, x);
+    const int64_t n = shape.rows * shape.hidden;
+    const bool fp8 = n * static_cast<int64_t>(x.element_size()) > c.fp8_bytes;
+    if (fp8 || c.transport == kNccl) {  // two launches
+        if (fp8) all_reduce_fp8(launch, c, x, out, n);
+        else nccl_all_reduce(op, c, x.const_data_ptr(), out.mutable_data_ptr(), n, x.scalar_type(), launch.stream);
+        launch_add_rms_norm(launch, x.scalar_type(), weight.const_data_ptr(), residual.mutable_data_ptr(),
+                            out.mutable_data_ptr(), shape.rows * c.local_ranks, shape.hidden, static_cast<float>(eps));
+        return;
+    }
     const float e = static_cast<float>(eps);
     if (x.scalar_type() == ScalarType::Float) run<float>(launch, c, x, residual, weight, out, prefetch, shape.rows, shape.hidden, e);
     else if (x.scalar_type() == ScalarType::Half) run<__half>(launch, c, x, residual, weight, out, prefetch, shape.rows, shape.hidden, e);

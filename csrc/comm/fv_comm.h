@@ -2,6 +2,7 @@
 // What the control plane (_comm) hands to the ops: one plain, versioned struct; ops take its address as an int64.
 // Filled once, before the first call; the ops only read it. No torch, no CUDA headers, no pointers to C++ objects.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 #include "common/types.h"
@@ -17,6 +18,16 @@ enum CommTransport : int32_t {
     kGathered = 0,     // CPU: the caller has gathered the inputs of all ranks, the op folds them
     kPeerMemory = 1,   // slabs in GPU memory that peers write (NVLink, PCIe, or the same GPU): 16-byte words, sentinel
     kHostMailbox = 2,  // slabs in pinned host memory, one per reader; the same protocol
+    kNccl = 3,         // no slabs: NCCL moves and adds (its own order and roundings), nccl below is filled
+};
+
+// NCCL as the control plane loaded it; the types are those of nccl.h (results, data types and operators are ints).
+struct NcclCalls {
+    void* comm;  // nullptr: none
+    int (*all_reduce)(const void* send, void* receive, size_t count, int type, int sum, void* comm, void* stream);
+    int (*all_gather)(const void* send, void* receive, size_t count, int type, void* comm, void* stream);
+    int (*get_async_error)(void* comm, int* result);
+    const char* (*error_string)(int result);
 };
 
 // What a rank sees. Device pointers, valid in the process that launches for this rank.
@@ -42,6 +53,7 @@ struct fv_comm {
     int32_t blocks;                  // most blocks of a call per rank
     int32_t reserved;
     CommRank ranks[kMaxRanks];       // [0, local_ranks)
+    NcclCalls nccl;
 };
 
 // How a sum travels. Every form adds in rank order in fp32; the exact forms round once and so give the same bits.
@@ -64,8 +76,7 @@ enum CommState : int {
     kEpoch = 0,              // [block]: number of the next call, never 0; every call moves all of them on
     kPoison = kEpochWords,   // != 0: this rank has given up
     kMissing,                // ranks somebody waited for when it gave up
-    kUsed = kEpochWords + 4,  // [kCommBuffers][2]: vectors of each slot of a region that a call has used
-    kCommStateWords = kEpochWords + 16,
+    kCommStateWords = kEpochWords + 8,
 };
 
 // status words, written once by the first thread that gives up

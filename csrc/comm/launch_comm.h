@@ -25,16 +25,17 @@ inline CommArgs comm_kernel_args(const fv_comm& c, CommForm form) {
 }
 
 #ifndef FV_EMULATE
-// A launch that may begin while the one before it ends (sm_90 and newer), its blocks in clusters.
+// A launch of clusters whose blocks are all resident, or that may begin while the launch before it ends (sm_90 and newer).
 template <class... P, class... A>
-void run_overlapped_cluster(const Launch& launch, void (*kernel)(P...), int cluster, dim3 grid, dim3 block, size_t smem, A... args) {
+void run_clusters(const Launch& launch, void (*kernel)(P...), int cluster, bool resident, dim3 grid, dim3 block, size_t smem, A... args) {
     if (smem > 48 * 1024) {
         FV_CUDA_CHECK(launch.op, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                       static_cast<int>(smem)));
     }
     cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[0].id = resident ? cudaLaunchAttributeCooperative : cudaLaunchAttributeProgrammaticStreamSerialization;
+    if (resident) attributes[0].val.cooperative = 1;
+    else attributes[0].val.programmaticStreamSerializationAllowed = 1;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
     attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
@@ -49,20 +50,20 @@ void run_overlapped_cluster(const Launch& launch, void (*kernel)(P...), int clus
 }
 #else
 template <class... P, class... A>
-void run_overlapped_cluster(const Launch& launch, void (*kernel)(P...), int cluster, dim3 grid, dim3 block, size_t smem, A... args) {
-    launch.run_cluster(kernel, cluster, grid, block, smem, args...);
+void run_clusters(const Launch& launch, void (*kernel)(P...), int cluster, bool resident, dim3 grid, dim3 block, size_t smem, A... args) {
+    launch.launch(resident, cluster, kernel, grid, block, smem, args...);
 }
 #endif
 
 // Virtual ranks wait for other blocks of their own launch, so all blocks must be resident, which a cooperative launch
-// promises (no clusters then). A real rank's few blocks wait for other GPUs only; its launch may overlap the one before.
+// promises. A real rank's few blocks wait for other GPUs only; its launch may overlap the one before.
 template <class... P, class... A>
 void launch_comm(const Launch& launch, const fv_comm& c, void (*kernel)(P...), const CommChoice& choice, int extra_blocks, size_t smem,
                  A... args) {
     const dim3 grid(static_cast<unsigned>(choice.blocks + extra_blocks), static_cast<unsigned>(c.local_ranks));
     const dim3 block(static_cast<unsigned>(choice.threads));
-    if (c.local_ranks > 1) launch.run_resident(kernel, grid, block, smem, args...);
-    else if (choice.cluster > 1) run_overlapped_cluster(launch, kernel, choice.cluster, grid, block, smem, args...);
+    if (choice.cluster > 1) run_clusters(launch, kernel, choice.cluster, c.local_ranks > 1, grid, block, smem, args...);
+    else if (c.local_ranks > 1) launch.run_resident(kernel, grid, block, smem, args...);
     else launch.run_overlapped(kernel, grid, block, smem, args...);
 }
 

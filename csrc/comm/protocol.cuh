@@ -3,10 +3,10 @@
 //
 // A vector carries its own readiness: every 32-bit word of a slot that waits is kEmpty (a NaN code that arithmetic never
 // makes; a sender rewrites that one value to the canonical NaN), compared as raw bits, so a torn or half-arrived vector is
-// simply not there yet. Nothing but the data travels, in GPU memory as in a host mailbox. Slots exist three times, used in
-// turn by epoch; call e puts kEmpty back into what call e - 1 used, while it waits anyway. That is in time: peers use that
-// buffer next in call e + 2, which they start only after call e + 1 of this rank has sent to them, and kernels of one rank
-// run in stream order. Small gathers carry any bit pattern, so they travel as {data, epoch} pairs of words.
+// simply not there yet. Nothing but the data travels, in GPU memory as in a host mailbox; the reader puts kEmpty back. Slots
+// exist three times, used in turn by epoch. A rank starts call e + 1 only after all others have sent for call e, so when a
+// slot is used again its reader has long finished with it; kernels of one rank run in stream order. Small gathers carry any
+// bit pattern, so they travel as {data, epoch} pairs of words.
 //
 // The epoch is device memory, one word per block, moved on by that block once all its threads have read it (a call with
 // few blocks moves the words of the others too): graph replays are never frozen, and nobody waits for an atomic.
@@ -58,27 +58,19 @@ struct Exchange {
     int rank;
     int blocks;                // of this rank that exchange
     uint32_t epoch, buffer;
-    uint32_t stale[2];         // vectors per slot of each region that the call before has used
     bool failed;               // of this thread; what it takes from then on is NaN
-    bool cleared = false;      // this thread's share of the stale slots
-    uint4 used, more;          // as loaded
-    uint32_t poison;
+    uint32_t poison;           // as loaded
 
-    // All threads of a block make one, begin(), finish() and settle() it. Loads that do not need it go before begin().
+    // All threads of a block make one, begin() and finish() it. Loads that do not need it go before begin().
     __device__ __forceinline__ Exchange(const CommArgs& a, int local, int blocks_of_rank)
         : args(a), state(a.first.state + local * a.state_step), status(a.first.status + local * a.status_step),
           hooks(kHooks && a.first.hooks ? a.first.hooks + local * a.hooks_step : nullptr), rank(a.first_rank + local),
           blocks(blocks_of_rank) {
         epoch = ld_relaxed_sys(&state[kEpoch + blockIdx.x]);
         poison = ld_relaxed_sys(&state[kPoison]);
-        used = ld_relaxed_sys_16(&state[kUsed]);
-        more = ld_relaxed_sys_16(&state[kUsed + 4]);
     }
     __device__ __forceinline__ void begin() {
         buffer = epoch % kCommBuffers;
-        const uint32_t last = previous_buffer();
-        stale[0] = last == 0 ? used.x : last == 1 ? used.z : more.x;
-        stale[1] = last == 0 ? used.y : last == 1 ? used.w : more.y;
         failed = poison != 0;
         if (failed && threadIdx.x == 0) report(kPoisonedByPeer, 0, 9);
     }
@@ -86,31 +78,11 @@ struct Exchange {
     __device__ __forceinline__ uint32_t previous_buffer() const { return buffer == 0 ? kCommBuffers - 1 : buffer - 1; }
     __device__ __forceinline__ uint32_t next_epoch() const { return epoch + 1 == 0 ? 1 : epoch + 1; }
 
-    // After the sends: moves the epoch on, and notes how many vectors of each slot this call uses.
-    __device__ __forceinline__ void finish(uint32_t used0, uint32_t used1) const {
+    // After the sends: moves the epoch on.
+    __device__ __forceinline__ void finish() const {
         __syncthreads();
         const int step = blocks * static_cast<int>(blockDim.x);
         for (int w = blockIdx.x + blocks * static_cast<int>(threadIdx.x); w < kEpochWords; w += step) state[kEpoch + w] = next_epoch();
-        if (blockIdx.x == 0 && threadIdx.x == 0) {
-            state[kUsed + 2 * buffer] = used0;
-            state[kUsed + 2 * buffer + 1] = used1;
-        }
-    }
-    // Before the end: what this thread has not cleared while it waited.
-    __device__ __forceinline__ void settle() {
-        if (!cleared) clear_stale();
-    }
-    __device__ __forceinline__ void clear_stale() {
-        cleared = true;
-        const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, threads = blocks * blockDim.x;
-        if (stale[0] <= thread && stale[1] <= thread) return;
-        for (int region = 0; region < 2; ++region) {
-            for (int r = 0; r < args.world; ++r) {
-                if (r == rank) continue;
-                uint8_t* slot = slot_of(rank, previous_buffer(), region, r);
-                for (uint32_t i = thread; i < stale[region]; i += threads) st_relaxed_sys_16(slot + i * int64_t{16}, empty_vector());
-            }
-        }
     }
 
     // Where `reader` finds what `source` sends.
@@ -152,10 +124,10 @@ struct Exchange {
         whole(v);
     }
 
-    // Waits for vector i of each rank in `sources` (bits). After a failure all words are NaN. The loads of one round are all
-    // on their way before the first is looked at; so are the stores that clear old slots.
+    // Waits for vector i of each rank in `sources` (bits), takes them and leaves the slots empty. After a failure all words
+    // are NaN. The loads of one round are all on their way before the first is looked at.
     __device__ __forceinline__ void take(uint32_t sources, int region, uint32_t i, uint4 (&got)[kMaxRanks]) {
-        const uint8_t* from = slot_of(rank, buffer, region, 0) + i * int64_t{16};
+        uint8_t* from = slot_of(rank, buffer, region, 0) + i * int64_t{16};
         uint32_t pending = failed ? 0 : sources;
         Patience patience;
         while (pending != 0) {
@@ -163,24 +135,27 @@ struct Exchange {
             for (int r = 0; r < kMaxRanks; ++r) {
                 if (pending >> r & 1) got[r] = ld_relaxed_sys_16(from + r * args.stride);
             }
-            if (!cleared) clear_stale();
 #pragma unroll
             for (int r = 0; r < kMaxRanks; ++r) {
                 if ((pending >> r & 1) && has_arrived(got[r])) pending &= ~(1u << r);
             }
             if (pending != 0 && !wait_on(patience, pending, region)) break;
         }
-        if (!failed) return;
 #pragma unroll
-        for (int r = 0; r < kMaxRanks; ++r) got[r] = empty_vector();
+        for (int r = 0; r < kMaxRanks; ++r) {
+            if (failed) got[r] = empty_vector();
+            else if (sources >> r & 1) st_relaxed_sys_16(from + r * args.stride, empty_vector());
+        }
     }
     __device__ __forceinline__ uint4 take_one(int source, int region, uint32_t i) {
-        const uint8_t* from = slot_of(rank, buffer, region, source) + i * int64_t{16};
+        uint8_t* from = slot_of(rank, buffer, region, source) + i * int64_t{16};
         Patience patience;
         while (!failed) {
             const uint4 got = ld_relaxed_sys_16(from);
-            if (!cleared) clear_stale();
-            if (has_arrived(got)) return got;
+            if (has_arrived(got)) {
+                st_relaxed_sys_16(from, empty_vector());
+                return got;
+            }
             wait_on(patience, 1u << source, region);
         }
         return empty_vector();
@@ -190,7 +165,6 @@ struct Exchange {
         Patience patience;
         while (!failed) {
             const uint4 a = ld_relaxed_sys_16(from), b = ld_relaxed_sys_16(from + kGatherStride / 2);
-            if (!cleared) clear_stale();
             if (a.y == epoch && a.w == epoch && b.y == epoch && b.w == epoch) return make_uint4(a.x, a.z, b.x, b.z);
             wait_on(patience, 1u << source, 2);
         }

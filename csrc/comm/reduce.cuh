@@ -44,9 +44,6 @@ struct Sum {
         return k < vectors - end ? end + k : k - (vectors - end);
     }
     __device__ __forceinline__ uint4 load(uint32_t j) const { return escape(load_vector(x, j, n), Wire<T>::kNan); }
-    __device__ __forceinline__ void finish(uint32_t segments = 1) const {
-        exchange.finish(segments * slice, form == kOneShot ? 0 : segments * slice);
-    }
 
     // What peers need of this rank's vector j.
     __device__ __forceinline__ void offer(uint32_t j, uint4 v) const {

@@ -12,7 +12,6 @@ import torch
 
 from ..accept.rule import Flag
 from ..accept.verify_tree import Sampling, verify_tree
-from ..accept.verify_tree_combine import verify_tree_sharded
 from ..kv.compact_kv import compact_kv
 from ..models.batch import ForwardBatch
 from ..plan import VerifyPlan
@@ -22,6 +21,7 @@ from ..tree.prepare_tree import Prepared, prepare_tree
 from . import grow
 from .requests import Pending, Requests
 from .shapes import AUTO, OFF, Controller, Shape, parse_shape
+from .sharded import accept_sharded
 from .stats import Stats
 
 _DONE = Flag.STOP | Flag.BUDGET | Flag.EMPTY_ROW | Flag.BAD_ROW
@@ -290,23 +290,13 @@ class _Run:
 
     def _accept(self, logits, tokens, parents, cu_nodes, req: Requests, plan: VerifyPlan) -> None:
         if self.target.comm is not None:
-            self._accept_sharded(logits, tokens, parents, cu_nodes, req, plan)
+            accept_sharded(self.target, logits, tokens, parents, cu_nodes, req, plan.out, filters=self.filters)
+            req.active *= (plan.out.flags & int(_DONE)) == 0
             return
         verify_tree(logits, tokens, parents, cu_nodes, req.prefix_len, req.active, req.remaining, req.sampling,
                     stop_ids=req.stop_ids, bias=req.bias, penalties=req.penalties, counts=req.counts,
                     vocab_size=self.target.config.vocab_size, out=plan.out, workspace=plan.verify_workspace)
         req.active *= (plan.out.flags & int(_DONE)) == 0
-
-    def _accept_sharded(self, logits, tokens, parents, cu_nodes, req: Requests, plan: VerifyPlan) -> None:
-        """logits of this rank's ids: keys and partial sums travel, logits do not; every rank finds the same tokens."""
-        target, out = self.target, plan.out
-        found = verify_tree_sharded(
-            logits, tokens, parents, cu_nodes, req.prefix_len, req.active, req.remaining, req.sampling, target.comm.gather_rows,
-            vocab_offset=target.vocab_range[0], vocab_size=target.config.vocab_size, filters=self.filters,
-            max_path=out.path.shape[1], stop_ids=req.stop_ids, bias=req.bias, penalties=req.penalties, counts=req.counts)
-        for name in ("out_tokens", "num_tokens_out", "path", "next_root", "flags"):
-            getattr(out, name).copy_(getattr(found, name))
-        req.active *= (out.flags & int(_DONE)) == 0
 
     # ---- drafting ------------------------------------------------------------------------------------------------
 

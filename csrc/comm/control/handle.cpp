@@ -23,10 +23,10 @@ Handle::Handle(const HandleConfig& c, const std::vector<RankAddresses>& ranks) :
     require(c.rank >= 0 && c.rank < c.world, "rank must be in [0, world); got " + std::to_string(c.rank) + ".");
     require(c.local_ranks == 1 || (c.local_ranks == c.world && c.rank == 0),
             "local_ranks must be 1 or, for virtual ranks, world; got " + std::to_string(c.local_ranks) + ".");
-    require(c.max_bytes > 0 && c.max_bytes <= (int64_t{1} << 30), "max_bytes must be in 1..2^30; got " +
+    require(c.max_bytes > 0 && (c.transport == kNccl || c.max_bytes <= (int64_t{1} << 30)), "max_bytes must be in 1..2^30; got " +
             std::to_string(c.max_bytes) + ". Fix: pass the bytes of the largest input of one rank.");
     require_blocks(c.blocks);
-    require(c.transport == kGathered || static_cast<int>(ranks.size()) == c.local_ranks,
+    require(c.transport == kGathered || c.transport == kNccl || static_cast<int>(ranks.size()) == c.local_ranks,
             "one set of addresses must be given per local rank; got " + std::to_string(ranks.size()) + ".");
     fv_comm& d = *data_;
     d = fv_comm{};

@@ -24,6 +24,7 @@ class Handle {
 public:
     // Throws std::invalid_argument in words.
     Handle(const HandleConfig& config, const std::vector<RankAddresses>& ranks);
+    void set_nccl(const NcclCalls& calls) { data_->nccl = calls; }
     uint64_t address() const { return reinterpret_cast<uint64_t>(data_.get()); }
     void set_one_shot_bytes(int64_t bytes) { data_->one_shot_bytes = bytes; }
     void set_island_bytes(int64_t bytes) { data_->island_bytes = bytes; }
