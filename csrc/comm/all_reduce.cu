@@ -12,8 +12,8 @@
 namespace fv {
 namespace {
 
-template <class T, bool kHooks>
-__global__ void __launch_bounds__(512) all_reduce_kernel(
+template <class T, int kRanks, bool kHooks>
+__global__ void __launch_bounds__(512, 1) all_reduce_kernel(
     const __grid_constant__ CommArgs args,
     const T* x,  // [local_ranks, n]; may be out
     T* out,      // [local_ranks, n]
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(512) all_reduce_kernel(
     x += local * n;
     out += local * n;
     Exchange<kHooks> exchange(args, local, gridDim.x);
-    Sum<T, kHooks> sum(exchange, x, n);
+    Sum<T, kRanks, kHooks> sum(exchange, x, n);
     const uint32_t first_j = thread < sum.vectors ? sum.turn(thread) : kEmpty;  // loaded while the epoch is on its way
     uint4 first = first_j != kEmpty ? load_vector(x, first_j, n) : empty_vector();
     exchange.begin();
@@ -47,7 +47,8 @@ void run(const Launch& launch, const fv_comm& c, const Tensor& x, const Tensor& 
     const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
     const CommArgs args = comm_kernel_args(c, comm_form(c, bytes));
     const CommChoice choice = choose_all_reduce((bytes + 15) / 16, most_comm_blocks(c, launch.props.sms));
-    auto kernel = comm_has_hooks(c) ? &all_reduce_kernel<T, true> : &all_reduce_kernel<T, false>;
+    auto kernel = comm_has_hooks(c) ? &all_reduce_kernel<T, kMaxRanks, true> : c.world <= 2 ? &all_reduce_kernel<T, 2, false>
+                : c.world <= 4 ? &all_reduce_kernel<T, 4, false> : &all_reduce_kernel<T, kMaxRanks, false>;
     launch_comm(launch, c, kernel, choice, 0, 0, args, cptr<T>(x), mptr<T>(out), n);
 }
 

@@ -36,8 +36,8 @@ struct RowMemory {
     }
 };
 
-template <class T, bool kHooks>
-__global__ void __launch_bounds__(512) all_reduce_rms_norm_kernel(
+template <class T, int kRanks, bool kHooks>
+__global__ void __launch_bounds__(most_row_threads(kRanks), 1) all_reduce_rms_norm_kernel(
     const __grid_constant__ CommArgs args,
     const T* __restrict__ x,  // [local_ranks, rows, H]
     T* residual,              // [local_ranks, rows, H]
@@ -71,11 +71,11 @@ __global__ void __launch_bounds__(512) all_reduce_rms_norm_kernel(
     exchange.begin();
     early_x = escape(early_x, Wire<T>::kNan);
     exchange.wipe_old_tags();
-    auto sum_of = [&](int row) { return Sum<T, kHooks>(exchange, x + static_cast<int64_t>(row) * hidden, hidden, row); };
-    auto own = [&](const Sum<T, kHooks>& sum, int row, uint32_t j) { return row == team && j == mine ? early_x : sum.load(j); };
+    auto sum_of = [&](int row) { return Sum<T, kRanks, kHooks>(exchange, x + static_cast<int64_t>(row) * hidden, hidden, row); };
+    auto own = [&](const Sum<T, kRanks, kHooks>& sum, int row, uint32_t j) { return row == team && j == mine ? early_x : sum.load(j); };
 
     for (int row = team; row < rows; row += teams) {
-        const Sum<T, kHooks> sum = sum_of(row);
+        const Sum<T, kRanks, kHooks> sum = sum_of(row);
         for (uint32_t j = mine; j < vectors; j += step) sum.offer(j, own(sum, row, j));
     }
     exchange.finish();
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(512) all_reduce_rms_norm_kernel(
     int ahead = team;
     for (int row = team; row < rows; row += teams, run_sums = reinterpret_cast<float*>(dynamic_shared()) + (row / teams & 1 ? memory.runs : 0)) {
         for (const int until = args.form == kOneShot ? row + 1 : rows; ahead < until; ahead += teams) {
-            Sum<T, kHooks> sum = sum_of(ahead);
+            Sum<T, kRanks, kHooks> sum = sum_of(ahead);
             uint4* keep = row_vectors;
             for (uint32_t j = mine; j < vectors; j += step, keep += blockDim.x) {
                 if (!sum.mine(j)) continue;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(512) all_reduce_rms_norm_kernel(
                 else store_vector(out + static_cast<int64_t>(ahead) * hidden, j, hidden, v);
             }
         }
-        Sum<T, kHooks> sum = sum_of(row);
+        Sum<T, kRanks, kHooks> sum = sum_of(row);
         T* const row_residual = residual + static_cast<int64_t>(row) * hidden;
         T* const row_out = out + static_cast<int64_t>(row) * hidden;
         uint4* keep = row_vectors;
@@ -147,7 +147,9 @@ void run(const Launch& launch, const fv_comm& c, const Tensor& x, const Tensor& 
     const RowMemory memory(row_vectors, choice.threads, choice.cluster);
     FV_CHECK(memory.bytes <= launch.props.max_smem, launch.op, ": x must have rows of at most ", (launch.props.max_smem - 9216) / size,
              " elements; got ", hidden, ". Fix: all_reduce, then the norm.");
-    auto kernel = comm_has_hooks(c) ? &all_reduce_rms_norm_kernel<T, true> : &all_reduce_rms_norm_kernel<T, false>;
+    auto kernel = comm_has_hooks(c) ? &all_reduce_rms_norm_kernel<T, kMaxRanks, true>
+                : c.world <= 2 ? &all_reduce_rms_norm_kernel<T, 2, false>
+                : c.world <= 4 ? &all_reduce_rms_norm_kernel<T, 4, false> : &all_reduce_rms_norm_kernel<T, kMaxRanks, false>;
     launch_comm(launch, c, kernel, choice, choice.prefetch_blocks, static_cast<size_t>(memory.bytes), args, cptr<T>(x),
                 mptr<T>(residual), cptr<T>(weight), mptr<T>(out), cptr<int64_t>(prefetch), ranges, static_cast<int>(rows),
                 static_cast<int>(hidden), eps, choice.blocks, choice.cluster);

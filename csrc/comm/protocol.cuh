@@ -125,26 +125,31 @@ struct Exchange {
     }
 
     // Waits for vector i of each rank in `sources` (bits), takes them and leaves the slots empty. After a failure all words
-    // are NaN. The loads of one round are all on their way before the first is looked at.
-    __device__ __forceinline__ void take(uint32_t sources, int region, uint32_t i, uint4 (&got)[kMaxRanks]) {
+    // are NaN. The loads of one round are all on their way before the first is looked at. kRanks >= the number of ranks.
+    template <int kRanks>
+    __device__ __forceinline__ void take(uint32_t sources, int region, uint32_t i, uint4 (&got)[kRanks]) {
         uint8_t* from = slot_of(rank, buffer, region, 0) + i * int64_t{16};
         uint32_t pending = failed ? 0 : sources;
         Patience patience;
         while (pending != 0) {
 #pragma unroll
-            for (int r = 0; r < kMaxRanks; ++r) {
+            for (int r = 0; r < kRanks; ++r) {
                 if (pending >> r & 1) got[r] = ld_relaxed_sys_16(from + r * args.stride);
             }
 #pragma unroll
-            for (int r = 0; r < kMaxRanks; ++r) {
+            for (int r = 0; r < kRanks; ++r) {
                 if ((pending >> r & 1) && has_arrived(got[r])) pending &= ~(1u << r);
             }
             if (pending != 0 && !wait_on(patience, pending, region)) break;
         }
+        if (failed) {
 #pragma unroll
-        for (int r = 0; r < kMaxRanks; ++r) {
-            if (failed) got[r] = empty_vector();
-            else if (sources >> r & 1) st_relaxed_sys_16(from + r * args.stride, empty_vector());
+            for (int r = 0; r < kRanks; ++r) got[r] = empty_vector();
+            return;
+        }
+#pragma unroll 1
+        for (; sources != 0; sources >>= 1, from += args.stride) {
+            if (sources & 1) st_relaxed_sys_16(from, empty_vector());
         }
     }
     __device__ __forceinline__ uint4 take_one(int source, int region, uint32_t i) {

@@ -8,7 +8,8 @@
 
 namespace fv {
 
-template <class T, bool kHooks>
+// kRanks: at least the number of ranks; little code and few registers where it is small.
+template <class T, int kRanks, bool kHooks>
 struct Sum {
     Exchange<kHooks>& exchange;
     const T* x;
@@ -82,14 +83,14 @@ private:
     }
     __device__ __forceinline__ uint4 add(uint32_t members, int region, uint32_t i, uint4 own) {
         constexpr int kN = Wire<T>::kElements;
-        uint4 got[kMaxRanks];
+        uint4 got[kRanks];
         exchange.take(members & ~(1u << exchange.rank), region, i, got);
         float total[kN];
 #pragma unroll
         for (int k = 0; k < kN; ++k) total[k] = 0.0f;
         bool first = true;
 #pragma unroll
-        for (int r = 0; r < kMaxRanks; ++r) {
+        for (int r = 0; r < kRanks; ++r) {
             if (!(members >> r & 1)) continue;
             float f[kN];
             Wire<T>::unpack(r == exchange.rank ? own : got[r], f);
