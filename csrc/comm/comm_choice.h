@@ -32,6 +32,8 @@ inline CommChoice choose_all_reduce(int64_t vectors, int most_blocks) {
     return CommChoice{static_cast<int>(blocks < most_blocks ? blocks : most_blocks), threads, 1};
 }
 
+constexpr int log2_of(int power_of_two) { return power_of_two > 1 ? 1 + log2_of(power_of_two / 2) : 0; }
+
 // Of a block of all_reduce_rms_norm: what the sums of many ranks hold leaves registers for fewer threads.
 constexpr int most_row_threads(int ranks) { return ranks > 4 ? 256 : 512; }
 
