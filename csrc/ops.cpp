@@ -133,6 +133,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
         "Tensor num_tokens_out, Tensor prefix_len, Tensor page_table, Tensor? cu_nodes, Tensor? aux, "
         "Tensor(c!)? aux_out, Tensor(d!)? cu_out) -> ()");
 
+    // What one verify leaves for the next cycle, on the device: of every active request prefix_len += num_tokens_out, root =
+    // next_root, active = 0 where flags say that it is done. next_tokens gets the emitted tokens flat, then zeros. Plain cycles:
+    // pair_slots [R] i64 = where a row's features go in a table of P pairs per request (B*P: nowhere); pair_tokens i32 [B*P+1]
+    // and pair_count i32 [B] gain the pair. ring i32 [slots, words] (pinned host memory on a GPU): record sequence % slots is
+    // written (csrc/algo/next_inputs.h), its number last; sequence i64 [1] counts on the device. `first` is copied to the record.
+    m.def(
+        "next_inputs(Tensor out_tokens, Tensor num_tokens_out, Tensor path, Tensor next_root, Tensor flags, "
+        "Tensor cu_nodes, Tensor depth, Tensor(a!) active, Tensor(b!) prefix_len, Tensor(c!) root, "
+        "Tensor(d!)? next_tokens, Tensor(e!)? pair_slots, Tensor(f!)? pair_tokens, Tensor(g!)? pair_count, "
+        "Tensor(h!)? sequence, Tensor(i!)? ring, SymInt first) -> ()");
+
     // ---- SGLang's ops (fastverify.integrations.sglang): its names, argument order, dtypes and fills -------------
     // Ids int64 or int32 [B,N]; links are local, -1 none; retrive_index holds flat ids b*N+i. predicts i32 [>=B*N] is written
     // at the slots of the accepted path, accept_index i32 [B,S] up to the accepted drafts, accept_token_num i32 [B] excludes the bonus.

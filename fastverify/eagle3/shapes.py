@@ -111,9 +111,15 @@ class Controller:
                 return self._probe
         return self.current
 
-    def observe(self, shape: Shape, accepted: float, ms: float) -> None:
-        """accepted: drafts accepted per request in this round; ms: its duration."""
+    def learn_from(self, other: "Controller") -> None:
+        """Takes over what another batch size has learned about acceptance."""
+        self.ratio = other.ratio
+        self.accepted = {name: list(v) for name, v in other.accepted.items()}
+
+    def observe(self, shape: Shape, accepted: float, ms: Optional[float]) -> None:
+        """accepted: drafts accepted per request in this round; ms: its duration, None where it is not known."""
         old = self.round_ms.get(shape.name)
+        ms = old if ms is None else ms
         # noise only ever adds time: a round at half the estimate or less shows that the estimate was taken at a bad moment
         weight = 1.0 if old is None or ms <= 0.5 * old else 0.05
         self.round_ms[shape.name] = ms if weight == 1.0 else old + weight * (ms - old)
