@@ -72,6 +72,18 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
         "Tensor? v_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, SymInt row_base, "
         "float scale, int window, float softcap) -> ()");
 
+    // ---- linear -------------------------------------------------------------------------------
+    // Products of a few rows for models so small that launches cost more than weights. x [R,K] (norm [K]: RMSNorm of it,
+    // rounded), weight [N,K], bias [N]. kind 0: out [R,N] = product; 1: out += product, rounded once; 2: out [R,N/2] =
+    // silu(first half) * second half. The result of a row does not depend on the rows beside it. CUDA: bf16.
+    m.def(
+        "skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor(a!) out, float eps, int kind) -> ()");
+    // The merged QKV product, rounded, then what rope_append (neox, no norm per head) does: q [R,Hq,D] rotated, K and V to
+    // their slots. Rows with slot -1: nothing is touched.
+    m.def(
+        "skinny_qkv(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor positions, Tensor slots, Tensor cos_sin, "
+        "Tensor(a!) q, Tensor(b!) k_cache, Tensor(c!) v_cache, float eps) -> ()");
+
     // ---- comm ---------------------------------------------------------------------------------
     // comm: address of an fv_comm (csrc/comm/fv_comm.h), Communicator.handle. x of every rank, contiguous, same shape;
     // out = sum over ranks in rank order in fp32, rounded once: the same bits on every rank. Virtual communicators take

@@ -10,6 +10,7 @@ _WHERE = {  # public name -> module
     "rope_append": "attention.rope_append", "tree_attention": "attention.tree_attention",
     "Rule": "accept.rule", "Flag": "accept.rule", "Sampling": "accept.verify_tree", "Verified": "accept.verify_tree",
     "verify_tree": "accept.verify_tree", "verify_tree_workspace": "accept.verify_tree",
+    "skinny_linear": "linear.skinny_linear", "skinny_qkv": "linear.skinny_qkv",
     "verify_tree_workspace_bytes": "accept.verify_tree", "lm_head_verify_tree": "accept.lm_head_verify_tree",
     "verify_tree_partials": "accept.verify_tree_partials", "partial_words": "accept.verify_tree_partials",
     "verify_tree_combine": "accept.verify_tree_combine", "verify_tree_sharded": "accept.verify_tree_combine",

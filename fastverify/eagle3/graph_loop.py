@@ -371,7 +371,7 @@ class GraphLoop:
         self._read_at = now
         for (batch, _), controller in self.controllers.items():
             if accepted:
-                controller.observe(shape, sum(accepted) / len(accepted), ms if batch == bucket else None)
+                controller.observe(shape, sum(accepted) / len(accepted), ms if batch == bucket else None, accepted)
 
 
 @dataclass
