@@ -21,7 +21,8 @@ _WHERE = {  # public name -> module
     "Ring": "kv.next_inputs", "VerifyPlan": "plan",
     "ForwardBatch": "models.batch", "KVCache": "models.batch",
     "load_target": "models.load", "load_tokenizer": "models.load", "load_draft": "eagle3.checkpoint",
-    "Decoder": "eagle3.decode", "SamplingParams": "eagle3.decode",
+    "Decoder": "eagle3.decode", "GraphDecoder": "eagle3.graph_decode", "GraphLoop": "eagle3.graph_loop",
+    "SamplingParams": "eagle3.decode",
 }
 __all__ = ["__version__", *sorted(_WHERE)]
 

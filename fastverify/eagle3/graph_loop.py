@@ -132,6 +132,11 @@ class GraphLoop:
             spans += self._collect()
         return spans
 
+    def settle(self) -> None:
+        """Forgets records that are still to come; nothing may run or wait."""
+        self._hold()
+        self._flight.clear()
+
     def busy(self) -> bool:
         """Whether requests wait or run, or records are unread."""
         return bool(self.pool.waiting or self.pool.running or self._flight)

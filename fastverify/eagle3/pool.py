@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """One request as the host knows it. tokens and finish lag behind the device by at most the run-ahead."""
 

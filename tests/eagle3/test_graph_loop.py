@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastverify import SamplingParams, load_draft, load_target
+from fastverify import GraphDecoder, NgramDrafter, SamplingParams, load_draft, load_target
 from fastverify.eagle3.cycle import PAIRS
 from fastverify.eagle3.graph_loop import GraphLoop
 from fastverify.eagle3.shapes import OFF, parse_shape
@@ -13,7 +13,6 @@ from loop_checks import DATA, PROMPTS, VOCAB, assert_same_text, decoder, golden,
 from test_decode import SAMPLINGS
 
 SHAPES = ("off", "chain-3", "tree-20")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def pair(device: str, dtype: torch.dtype = torch.float32) -> tuple:
@@ -152,11 +151,47 @@ def test_calibration_in_the_middle_changes_nothing():
     jobs = [made.submit(PROMPTS[0], 40)]
     for _ in range(3):
         made.step()
-    jobs += [made.submit(p, 40, SamplingParams(repetition_penalty=1.0)) for p in PROMPTS[1:]]
+    jobs += [made.submit(p, 40, SamplingParams(repetition_penalty=1.0 + 1e-7)) for p in PROMPTS[1:]]
     for _ in made.run():
         pass
     assert_same_text(PROMPTS, [j.tokens for j in jobs], plain_text(PROMPTS, 40)[0])
     assert len(made.times) >= 2
+
+
+def test_the_decoder_over_it(shape="tree-8"):
+    """Decoder's interface: results, streams, errors, a loop that is kept, a stream that is left half way."""
+    target, draft = golden()
+    d = GraphDecoder(target, draft, tree=shape)
+    for name in ("filters", "processors", "greedy"):
+        want = decoder(shape).generate(PROMPTS, 40, SAMPLINGS[name], [])
+        got = d.generate(PROMPTS, 40, SAMPLINGS[name], [])
+        assert (got.tokens, got.finish) == (want.tokens, want.finish) and got.stats.tau == want.stats.tau
+        assert got.stats.decode_ms > 0 and got.stats.emitted == 160 and got.stats.first_tokens == 4
+    left = d.stream(PROMPTS, 40, stop_ids=[])
+    next(left)
+    left.close()
+    kept = d.loop(4, 1)
+    assert d.generate(PROMPTS, 40, stop_ids=[]).tokens == want.tokens and d.loop(4, 100) is kept
+    assert kept.pool.pages.free == kept.pool.pages.total
+    stop = want.tokens[0][5]
+    assert d.generate(PROMPTS, 40, stop_ids=[stop]).tokens[0] == want.tokens[0][:want.tokens[0].index(stop) + 1]
+    assert GraphDecoder(target).generate([[7]], 20, stop_ids=[]).tokens == plain_text([[7]], 20)[0]
+    with pytest.raises(ValueError, match="every prompt must hold at least one token"):
+        d.generate([[]])
+    with pytest.raises(ValueError, match="token ids must be in"):
+        d.generate([[VOCAB]])
+    with pytest.raises(ValueError, match="temperature must be in"):
+        d.generate([[3]], sampling=SamplingParams(temperature=-1.0))
+    with pytest.raises(ValueError, match="an n-gram drafter. Fix: use Decoder"):
+        GraphDecoder(target, NgramDrafter())
+
+
+def test_the_decoder_in_auto():
+    target, draft = golden()
+    d = GraphDecoder(target, draft)
+    result = d.generate(PROMPTS, 40, stop_ids=[])
+    assert_same_text(PROMPTS, result.tokens, plain_text(PROMPTS, 40)[0])
+    assert d.controller(4).reason == result.stats.controller and result.stats.plain_ms > 0
 
 
 def test_scratch_pages_are_nobodys():
