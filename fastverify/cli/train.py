@@ -22,6 +22,7 @@ SETTINGS = {
     "ema": ("ema", float, "decay of the averaged weights, which are what is exported (default 0.999)"),
     "seed": ("seed", int, "of data and training (default 0)"),
     "eval-every": ("eval_every", int, "steps between held-out figures (default 200)"),
+    "cache-gb": ("cache_gb", float, "GPU memory for the target's states: epochs after the first skip the target (default 0: off)"),
     "save-seconds": ("save_seconds", float, "seconds between checkpoints (default 60)"),
 }
 ONLY_RESUMED = ("out", "resume", "seconds", "device", "run")
@@ -118,7 +119,7 @@ def _check(args: argparse.Namespace) -> None:
                          "draft's vocabulary.")
     at_least_1 = ("steps", "batch", "ttt", "ttt_late", "max_new_tokens", "generate_batch", "draft_vocab_size", "eval_every")
     rules = {name: (lambda v: v >= 1, "at least 1") for name in at_least_1}
-    rules |= {name: (lambda v: v >= 0, "0 or more") for name in ("samples", "warmup", "acceptance_loss")}
+    rules |= {name: (lambda v: v >= 0, "0 or more") for name in ("samples", "warmup", "acceptance_loss", "cache_gb")}
     rules |= {name: (lambda v: 0 <= v <= 1, "in [0, 1]") for name in ("coverage", "acceptance_from")}
     rules |= {name: (lambda v: 0 < v < math.inf, "above 0") for name in ("lr", "head_lr", "seconds", "generate_seconds", "save_seconds")}
     rules |= {"row": (lambda v: v >= 16, "at least 16"), "held": (lambda v: 0 <= v < 1, "in [0, 1)"),

@@ -50,6 +50,7 @@ class TrainConfig:
     eval_rows: int = 64
     log_every: int = 20
     save_seconds: float = 60.0
+    cache_gb: float = 0.0  # device memory for target states of rows seen before: later epochs skip the target
     max_seconds: float = float("inf")  # the schedule is by steps; this stops early and leaves a resumable checkpoint
 
 
@@ -86,6 +87,7 @@ class Trainer:
         self.opt = torch.optim.AdamW([dict(params=body, peak=c.lr), dict(params=head, peak=c.head_lr)], lr=c.lr,
                                      betas=tuple(c.betas), weight_decay=c.weight_decay, fused=device.startswith("cuda"))
         self.step, self.tokens, self.seconds, self.curve = 0, 0, 0.0, {"train": [], "eval": []}
+        self._states: tuple | None = None
 
     @property
     def size(self) -> int:
@@ -99,7 +101,8 @@ class Trainer:
         pick = torch.from_numpy(pick).to(self.device)
         depth = c.ttt if self.step < c.ttt_switch * c.steps else c.ttt_late
         accept = c.accept if self.step >= c.accept_from * c.steps else 0.0
-        t = teach(self.target, self.net, *(x[pick] for x in (rows.ids, rows.doc, rows.pos, rows.want)))
+        t = teach(self.target, self.net, *(x[pick] for x in (rows.ids, rows.doc, rows.pos, rows.want)),
+                  states=self._kept(rows, pick) if c.cache_gb else None)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device.startswith("cuda")):
             loss, per_step = ttt_loss(self.target, self.net, t, depth, c.decay, accept, world.total if world else None)
         for g in self.opt.param_groups:
@@ -117,6 +120,27 @@ class Trainer:
         self.step += 1
         self.tokens += pick.numel() * rows.ids.shape[1] * self.size
         return dict(loss=loss, ce=per_step, norm=norm)
+
+    def _kept(self, rows: Rows, pick: torch.Tensor) -> Callable[[Callable], tuple]:
+        """teach's `states`: a batch whose rows were all seen before takes their target states from memory, if all rows fit."""
+        if self._states is None:
+            config, dtype = self.target.config, self.target.norm.weight.dtype
+            shape, aux = rows.ids.shape, len(self.net.config.aux_layers)
+            fits = shape[0] * shape[1] * (1 + aux) * config.hidden_size * dtype.itemsize <= self.c.cache_gb * 1e9
+            new = lambda n: torch.zeros(*shape, n * config.hidden_size, dtype=dtype, device=self.device)  # noqa: E731
+            self._states = (new(1), new(aux), np.zeros(shape[0], bool)) if fits else ()
+
+        def states(forward: Callable) -> tuple:
+            if not self._states:
+                return forward()
+            hidden, aux, have = self._states
+            numbers = pick.cpu().numpy()
+            if not have[numbers].all():
+                hidden[pick], aux[pick] = forward()
+                have[numbers] = True
+            return hidden[pick], aux[pick]
+
+        return states
 
     # ---- checkpoint ------------------------------------------------------------------------------------------------
 
@@ -164,7 +188,15 @@ class Trainer:
         c, start = self.c, time.time()
         clock = dict(base=self.seconds, start=start, saved=start, last=start, seen=self.tokens, first=self.step)
         whole = True  # no step is half done
+
+        def measure() -> None:
+            self.curve["eval"].append(dict(step=self.step) | self.evaluate(held))
+            report("eval", self.curve["eval"][-1])
+
+        held = held if held is not None and len(held) else None
         try:
+            if held is not None and self.step == 0:  # what the run starts from
+                measure()
             while self.step < c.steps and not self._any(time.time() - start > c.max_seconds or stop()):
                 whole = False
                 info = self.train_step(rows)
@@ -173,9 +205,8 @@ class Trainer:
                 if self.step % c.log_every == 0 or ended:
                     self.curve["train"].append(self._point(info, clock))
                     report("train", self.curve["train"][-1])
-                if held is not None and len(held) and (self.step % c.eval_every == 0 or ended):
-                    self.curve["eval"].append(dict(step=self.step) | self.evaluate(held))
-                    report("eval", self.curve["eval"][-1])
+                if held is not None and (self.step % c.eval_every == 0 or ended):
+                    measure()
                 if work and not ended and time.time() - clock["saved"] > c.save_seconds:
                     self.seconds, clock["saved"] = clock["base"] + time.time() - start, time.time()
                     self.write(work)

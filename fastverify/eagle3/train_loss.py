@@ -8,6 +8,7 @@ selected positions, V / Vd target / draft vocabulary."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Callable
 
 import torch
 from torch import Tensor
@@ -66,11 +67,18 @@ class Teacher:
 
 
 @torch.no_grad()
-def teach(target: TargetLlama, draft: Eagle3Draft, ids: Tensor, doc: Tensor, pos: Tensor, want: Tensor) -> Teacher:
-    """One target forward over packed rows (all arguments [B, T])."""
+def teach(target: TargetLlama, draft: Eagle3Draft, ids: Tensor, doc: Tensor, pos: Tensor, want: Tensor,
+          states: "Callable | None" = None) -> Teacher:
+    """One target forward over packed rows (all arguments [B, T]).
+
+    states: called with that forward as a function without arguments; returns its (hidden, aux), perhaps kept from before."""
     ids, pos = ids.long(), pos.long()
     mask = packed_mask(doc)
-    hidden, aux = target(ids, pos, mask, draft.config.aux_layers)
+
+    def forward() -> tuple:
+        return target(ids, pos, mask, draft.config.aux_layers)
+
+    hidden, aux = states(forward) if states else forward()
     at = want.flatten().nonzero().squeeze(1)
     vocab, h = draft.vocab_ids, hidden.flatten(0, 1)[at]
     prob = torch.empty(at.numel(), vocab.numel(), dtype=torch.bfloat16 if h.is_cuda else torch.float32, device=h.device)

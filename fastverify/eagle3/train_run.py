@@ -94,7 +94,7 @@ class Quiet:
 
 @dataclass
 class Result:
-    """finished: all steps were done and OUT holds the draft. last: the latest held-out figures, or None."""
+    """finished: all steps were done (OUT holds the draft as it is in any case). last: the latest held-out figures, or None."""
 
     finished: bool
     step: int
@@ -144,7 +144,7 @@ def run_job(job: Job, ui: Any = None, stop: Callable[[], bool] = lambda: False, 
         ui.note(f"resumed at step {trainer.step} of {job.config.steps}")
     _train(trainer, rows, held, job, ui, stop)
     finished = trainer.step >= job.config.steps
-    record = export(job, trainer, target) if finished and world.first else {}
+    record = export(job, trainer, target) if world.first else {}
     world.barrier()
     last = trainer.curve["eval"][-1] if trainer.curve["eval"] else None
     return Result(finished, trainer.step, last, record)
@@ -293,7 +293,7 @@ def export(job: Job, trainer: Trainer, target: TargetLlama) -> dict:
     save_draft(trainer.ema, str(out), origin, dtype, target.config.num_hidden_layers)
     curve = trainer.curve
     hardware = torch.cuda.get_device_name(trainer.device) if gpu else "CPU"
-    record = dict(steps=trainer.step, tokens_seen=trainer.tokens, minutes=round(trainer.seconds / 60, 2),
+    record = dict(steps=trainer.step, planned_steps=trainer.c.steps, tokens_seen=trainer.tokens, minutes=round(trainer.seconds / 60, 2),
                   hardware=f"{trainer.size} x {hardware}", target=origin, init=job.init and Path(job.init).name, data=trainer.meta,
                   hyper_parameters={k: v for k, v in asdict(trainer.c).items() if v != float("inf")},
                   held_out=curve["eval"][-1] if curve["eval"] else None)
