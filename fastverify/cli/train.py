@@ -70,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     job = Job.load(args.out) if args.resume else _job(args)
     job.config.max_seconds = args.seconds or math.inf
     job.device = args.device or job.device
-    if not args.resume and (job.work / "checkpoint.pt").exists():
+    if not args.resume and [*job.work.glob("replies*.npz"), *job.work.glob("checkpoint.pt")]:
         raise ValueError(f"train: --out must be a new folder; got {args.out}, which holds a run. Fix: add --resume to go on with it, "
-                         "or choose another.")
+                         "or choose another (--replies takes that run's data along).")
     out, asked = Output(), []
     tokenizer = None
     try:

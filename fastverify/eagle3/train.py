@@ -195,7 +195,7 @@ class Trainer:
 
         held = held if held is not None and len(held) else None
         try:
-            if held is not None and self.step == 0:  # what the run starts from
+            if held is not None and not self.curve["eval"]:  # what the run starts from
                 measure()
             while self.step < c.steps and not self._any(time.time() - start > c.max_seconds or stop()):
                 whole = False

@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 import time
+import zipfile
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -73,6 +74,7 @@ class Job:
             data = json.loads(path.read_text(encoding="utf-8"))
             known = {f.name for f in fields(TrainConfig)}
             config = TrainConfig(**{k: tuple(v) if k == "betas" else v for k, v in data.pop("config").items() if k in known})
+            config.max_seconds = float("inf")  # a limit of one call
             return cls(**data | dict(out=out, config=config))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as exc:
             raise ValueError(f"train: --resume needs {path} of an earlier run; got {type(exc).__name__}. "
@@ -156,7 +158,9 @@ def run_job(job: Job, ui: Any = None, stop: Callable[[], bool] = lambda: False, 
 def _replies(job: Job, target: TargetLlama, tokenizer: Any, world: World, ui: Any) -> Replies:
     """work/replies.npz, made if it is not there: a greedy pass over the prompts, then sampled ones, each pass kept."""
     whole = job.work / "replies.npz"
-    if whole.exists():
+    there = whole.exists()
+    world.barrier()  # before anyone writes it
+    if there:
         return Replies.load(str(whole))
     if job.replies:
         _check_replies(job.replies, target)
@@ -204,7 +208,7 @@ def _replies(job: Job, target: TargetLlama, tokenizer: Any, world: World, ui: An
 def _check_replies(path: str, target: TargetLlama) -> None:
     try:
         top = int(Replies.load(path).ids.flat.max(initial=0))
-    except (OSError, ValueError, KeyError) as exc:
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as exc:
         raise ValueError(f"train: --replies must be the replies.npz of an earlier run; got {path}: {type(exc).__name__}. "
                          "Fix: check the path.") from None
     if top >= target.config.vocab_size:
