@@ -18,7 +18,7 @@ _WHERE = {  # public name -> module
     "all_gather_small": "comm.all_gather_small", "linear_all_reduce": "comm.linear_all_reduce", "Communicator": "comm.communicator",
     "CommunicatorError": "comm.communicator",
     "compact_kv": "kv.compact_kv", "compact_kv_layers": "kv.compact_kv_layers", "next_inputs": "kv.next_inputs",
-    "Ring": "kv.next_inputs", "VerifyPlan": "plan",
+    "Ring": "eagle3.ring", "VerifyPlan": "plan",
     "ForwardBatch": "models.batch", "KVCache": "models.batch",
     "load_target": "models.load", "load_tokenizer": "models.load", "load_draft": "eagle3.checkpoint",
     "Decoder": "eagle3.decode", "GraphDecoder": "eagle3.graph_decode", "GraphLoop": "eagle3.graph_loop",

@@ -12,13 +12,14 @@ import torch
 
 from ..accept.verify_tree import Sampling, verify_tree
 from ..kv.compact_kv import compact_kv
-from ..kv.next_inputs import Pairs, Ring, next_inputs
+from ..kv.next_inputs import Pairs, next_inputs
 from ..models.batch import ForwardBatch, KVCache
 from ..plan import VerifyPlan
 from ..tree.build_tree import build_tree
 from ..tree.prepare_tree import Prepared, prepare_tree
 from . import grow
 from .requests import Requests
+from .ring import Ring
 from .shapes import Shape
 
 PAIRS = 16  # true pairs of plain cycles that a request collects before the draft runs over them
@@ -72,11 +73,12 @@ class Cycle:
     """The cycle of one shape over the first `batch` slots. `processors`: penalties and bias are applied.
 
     hook  hook(logits [R, V], plan) may change the logits before acceptance (imposed acceptance of timing runs)
+    exact the target's logits of a node do not depend on the tree and the batch around it: see docs/decode_loop.md
     """
 
     def __init__(self, target, draft, state: LoopState, shape: Shape, batch: int, *, processors: bool = False,
-                 hook: Optional[Callable] = None) -> None:
-        self.target, self.draft, self.shape, self.state, self.hook = target, draft, shape, state, hook
+                 hook: Optional[Callable] = None, exact: bool = False) -> None:
+        self.target, self.draft, self.shape, self.state, self.hook, self.exact = target, draft, shape, state, hook, exact
         self.aux_layers = tuple(draft.config.aux_layers) if draft is not None else ()
         grown = shape.speculative
         self.plan = VerifyPlan(batch, shape.nodes, min(shape.nodes, shape.levels + 1) if grown else 1,
@@ -104,7 +106,7 @@ class Cycle:
                             req.page_table, plan.grow, self.shape.levels, self.shape.nodes, self.target.config.vocab_size)
         else:
             build_tree(*plan.no_pool, req.root, req.prefix_len, req.active, 1, self.target.config.vocab_size, plan.tree)
-        return target_forward(self.target, self.state.cache, plan, req, self.page_size, self.aux_layers)
+        return target_forward(self.target, self.state.cache, plan, req, self.page_size, self.aux_layers, self.exact)
 
     @torch.inference_mode()
     def accept(self, logits: torch.Tensor, aux: Optional[torch.Tensor], bitmask: Optional[torch.Tensor] = None) -> None:
@@ -168,14 +170,15 @@ class CatchUp:
         count.zero_()
 
 
-def target_forward(target, cache: KVCache, plan: VerifyPlan, req: Requests, page_size: int, aux_layers: tuple) -> tuple:
+def target_forward(target, cache: KVCache, plan: VerifyPlan, req: Requests, page_size: int, aux_layers: tuple,
+                   exact: bool = False) -> tuple:
     """The target over plan.tree: (logits [R, V], aux or None)."""
     t = plan.tree
     prepare_tree(t.parents, t.cu_nodes, req.prefix_len, req.page_table, page_size, plan.prepared)
     hidden, aux = target.forward(
         ForwardBatch(t.tokens, t.positions, plan.prepared.slots, t.cu_nodes, req.prefix_len, req.page_table, t.mask,
-                     schedule=plan.prepared.schedule), cache, aux_layers)
-    return target.logits(hidden), aux
+                     schedule=plan.prepared.schedule, exact=exact), cache, aux_layers)
+    return target.logits(hidden, exact) if exact else target.logits(hidden), aux
 
 
 def accept(target, logits: torch.Tensor, plan: VerifyPlan, req: Requests, bitmask: Optional[torch.Tensor] = None) -> None:

@@ -36,15 +36,20 @@ class GraphLoop:
     run_ahead   cycles that may be in flight before the host reads a record
     stop_ids    of all requests (at most 16)
     hook        see Cycle
+    exact       text with speculation = text without, bit for bit, whatever the batch (slower; docs/decode_loop.md)
     """
 
     def __init__(self, target, draft=None, *, shapes: tuple = (OFF,), max_batch: int = 1, max_length: int = 2048,
                  num_pages: Optional[int] = None, page_size: int = 16, prefill_chunk: int = 512, run_ahead: int = 2,
                  stop_ids: Optional[list] = None, capture: Optional[bool] = None, hook: Optional[Callable] = None,
-                 calibration_length: int = 256) -> None:
+                 calibration_length: int = 256, exact: bool = False) -> None:
+        if exact and not target.exact_fits():
+            raise ValueError("GraphLoop: exact must have a whole target whose matrices are multiples of 16 x 32, bfloat16 on a GPU; got "
+                             f"{target.dtype} on {target.device}. Fix: leave exact off.")
         if any(s.speculative for s in shapes) and draft is None:
             raise ValueError("GraphLoop: draft must be an EAGLE-3 draft for shapes other than off; got None. Fix: pass shapes=(OFF,).")
         self.target, self.draft, self.shapes, self.hook = target, draft, tuple(shapes), hook
+        self.exact = exact
         self.device, self.run_ahead, self.prefill_chunk = target.device, run_ahead, prefill_chunk
         self.capture = self.device.type == "cuda" if capture is None else capture
         self.extra = max(s.columns for s in shapes) + 1
@@ -207,7 +212,8 @@ class GraphLoop:
         batch, shape, processors = key
         if processors:
             self._make_processors()
-        cycle = Cycle(self.target, self.draft, self.state, shape, batch, processors=processors, hook=self.hook)
+        cycle = Cycle(self.target, self.draft, self.state, shape, batch, processors=processors, hook=self.hook,
+                      exact=self.exact)
         if not self.capture and len(self.shapes) == 1:  # nothing to choose from: nothing to measure
             self._cycles[key] = cycle
             return cycle

@@ -1,7 +1,6 @@
 """next_inputs: what one verify leaves for the next cycle, and the record of it that the host reads behind the GPU."""
 
-import time
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -23,40 +22,8 @@ class Pairs(NamedTuple):
     slots: torch.Tensor
 
 
-class Ring:
-    """Records of cycles in host memory, pinned where the device is a GPU: written by next_inputs, read by polling.
-
-    `words` int32 [slots, words] is the memory, `sequence` int64 [1] the device's counter of records.
-    """
-
-    def __init__(self, batch: int, max_path: int, device: "torch.device | str" = "cpu", slots: int = 16) -> None:
-        pinned = torch.device(device).type == "cuda"
-        self.words = torch.zeros(slots, HEADER + batch * (FIELDS + max_path), dtype=torch.int32, pin_memory=pinned)
-        self.sequence = torch.zeros(1, dtype=torch.int64, device=device)
-        self._host = self.words.numpy()
-
-    def ready(self, number: int) -> bool:
-        """Whether record `number` (the first is 1) has been written."""
-        return int(self._host[(number - 1) % len(self._host), 0]) == number
-
-    def read(self, number: int, timeout_s: float = 60.0) -> tuple:
-        """Waits for record `number`: (first row, int32 [B, 5 + D]: tokens out, flags, accepted drafts, nodes, depth, tokens).
-
-        Errors: TimeoutError when it does not come (a failed kernel; the next CUDA call says which).
-        """
-        if not self.ready(number):
-            end = time.perf_counter() + timeout_s
-            while not self.ready(number):
-                if time.perf_counter() > end:
-                    raise TimeoutError(f"Ring: record {number} must come within {timeout_s:g} s; got nothing. "
-                                       "Fix: look for an earlier CUDA error.")
-        record = self._host[(number - 1) % len(self._host)]
-        batch, width, first = (int(x) for x in record[1:4])
-        return first, record[HEADER:HEADER + batch * (FIELDS + width)].reshape(batch, FIELDS + width).copy()
-
-
 def next_inputs(out: Verified, tree: Tree, active: torch.Tensor, prefix_len: torch.Tensor, root: torch.Tensor, *,
-                next_tokens: Optional[torch.Tensor] = None, pairs: Optional[Pairs] = None, ring: Optional[Ring] = None,
+                next_tokens: Optional[torch.Tensor] = None, pairs: Optional[Pairs] = None, ring: Any = None,
                 first: int = 0) -> None:
     """Advances every active request by what verify_tree emitted; nothing is read on the host.
 
@@ -65,7 +32,7 @@ def next_inputs(out: Verified, tree: Tree, active: torch.Tensor, prefix_len: tor
                  hold STOP, BUDGET, BAD_ROW or EMPTY_ROW. Inactive requests are left alone
     next_tokens  int32 [>= B*D], written: emitted tokens flat in the order of requests, then zeros
     pairs        Pairs (in/out) of one-node trees: the emitted token joins its request's list, `slots` says where its features go
-    ring         Ring, written: one record more. `first`: row of the batch that request 0 is; copied to the record
+    ring         Ring (eagle3/ring.py), written: one record more. `first`: row of the batch that request 0 is; copied to the record
     Errors: RuntimeError on a wrong shape, dtype or device. Cost: one launch of one block. Graph-safe.
     Source: csrc/kv/next_inputs.cpp, .cu, csrc/algo/next_inputs.h.
     """

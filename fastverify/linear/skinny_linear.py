@@ -32,11 +32,16 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, *, bias: Optional[torch
 
 
 def skinny_fits(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """Whether skinny_linear takes these products on this device: CUDA, bfloat16, sizes that its tiles divide."""
-    return (x.is_cuda and x.dtype is torch.bfloat16 and _ops.has_native_kernel("skinny_linear", "cuda")
-            and all(w.shape[1] % 32 == 0 and w.shape[0] % 16 == 0 and w.is_contiguous() for w in weights))
+    """Whether skinny_linear takes these products: sizes that its tiles divide and, on a GPU, bfloat16."""
+    device = _ops.has_native_kernel("skinny_linear", "cuda") and x.dtype is torch.bfloat16 if x.is_cuda else x.is_cpu
+    return device and all(w.shape[1] % 32 == 0 and w.shape[0] % 16 == 0 and w.is_contiguous() for w in weights)
+
+
+def skinny_add_pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a product added to a residual is faster here than through cuBLAS: square ones of at most 4096, up to 16 rows."""
+    return x.shape[0] <= 16 and max(weight.shape) <= 4096 and skinny_fits(x, weight) and x.is_cuda
 
 
 def skinny_pays(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """Whether it is also the faster way: few rows of a small model (docs/performance.md)."""
-    return x.shape[0] <= MAX_ROWS and max(w.shape[1] for w in weights) <= MAX_INNER and skinny_fits(x, *weights)
+    """Whether it is also the faster way: few rows of a small model on a GPU (docs/performance.md)."""
+    return (x.is_cuda and x.shape[0] <= MAX_ROWS and max(w.shape[1] for w in weights) <= MAX_INNER and skinny_fits(x, *weights))

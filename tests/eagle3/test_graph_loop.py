@@ -233,6 +233,32 @@ def test_loops_that_cannot_be():
         GraphLoop(golden()[0], shapes=(OFF,), stop_ids=list(range(17)))
 
 
+# ---- exact mode -----------------------------------------------------------------------------------------------------------
+
+
+def exact_texts(device: str, shape: str, exact: bool, p: SamplingParams, max_batch: int = 4, prompts: list = PROMPTS) -> list:
+    return [j.tokens for j in finish(loop(shape, device, torch.bfloat16, exact=exact, max_batch=max_batch), prompts, 40, p)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["greedy", "filters", "processors"])
+def test_exact_mode_is_bit_for_bit(device, name):
+    """In bfloat16, where a rounding decides many a token: no margin is allowed for."""
+    p = SAMPLINGS[name]
+    plain = exact_texts(device, "off", True, p, 1)
+    for shape, max_batch in (("chain-3", 4), ("tree-20", 1), ("tree-20", 3), ("tree-60", 2)):
+        assert exact_texts(device, shape, True, p, max_batch) == plain
+    assert exact_texts(device, "off", True, p, 4) == plain
+
+
+def test_exact_mode_has_conditions():
+    target, _ = golden()
+    layer = replace(target.layers[0], down_bias=torch.zeros(64))
+    odd = type(target)(target.config, target.embed_weight, [layer] * 8, target.norm, target.lm_head_weight)
+    with pytest.raises(ValueError, match="exact must have a whole target"):
+        GraphLoop(odd, exact=True)
+
+
 # ---- on a GPU -----------------------------------------------------------------------------------------------------------
 
 
