@@ -122,12 +122,13 @@ def _samples(run: Callable, calls: int, repeats: int, before: Optional[Callable]
     return [ms * 1e3 / calls for ms in timed(samples_within(warm[-1] * 1e-3, repeats))]
 
 
-def time_cuda(calls: Sequence[Callable], repeats: int, before: Optional[Callable] = None, graph: bool = True) -> Timing:
-    """`calls` in turn, at least MIN_CALLS of them, as one CUDA graph (or plain launches where graph=False)."""
+def time_cuda(calls: Sequence[Callable], repeats: int, before: Optional[Callable] = None, graph: bool = True,
+              min_calls: int = MIN_CALLS) -> Timing:
+    """`calls` in turn, at least `min_calls` of them, as one CUDA graph (or plain launches where graph=False)."""
     for call in calls:
         call()
     torch.cuda.synchronize()
-    sequence = [calls[i % len(calls)] for i in range(max(MIN_CALLS, len(calls)))]
+    sequence = [calls[i % len(calls)] for i in range(max(min_calls, len(calls)))]
     if not graph:
         return summary(_samples(lambda: [call() for call in sequence], len(sequence), repeats, before), False)
     captured = torch.cuda.CUDAGraph()
@@ -289,7 +290,7 @@ class Bench:
 
     def measure(self, provider: str, shape: dict, dtype: str, calls: Sequence[Callable], nbytes: int,
                 check: Optional[Callable[[], Any]] = None, before: Optional[Callable] = None, graph: bool = True,
-                note: str = "") -> Optional[dict]:
+                note: str = "", min_calls: int = MIN_CALLS, cold: Optional[bool] = None) -> Optional[dict]:
         """Times one provider on one shape and adds its row.
 
         calls   one callable per buffer set; in a graph each of them runs more than once
@@ -297,11 +298,12 @@ class Bench:
         check   looks at what the timed calls left behind: True, False, or a text such as "1 tie in 300"
         before  untimed work before every sample (e.g. restoring what an in-place op has changed)
         graph   False for calls that cannot be captured: they are launched one by one, and the row says so
+        min_calls, cold   for calls that are long, and that go through more memory than the L2 holds by themselves
         """
         if not self.wanted(provider):
             return None
         try:
-            t = (time_cuda(calls, self.args.repeats, before, graph) if self.device.type == "cuda"
+            t = (time_cuda(calls, self.args.repeats, before, graph, min_calls) if self.device.type == "cuda"
                  else time_host(calls, self.args.repeats, before))
             correct = check() if check else None
         except Exception as error:  # a peer that cannot run this shape is a row, not the end of the run
@@ -309,7 +311,7 @@ class Bench:
             return self.absent(provider, shape, dtype, f"failed: {first[:160]}")
         if self.device.type == "cuda" and not t.graph:
             note = "; ".join(x for x in (note, "no graph") if x)
-        return self._add(provider, shape, dtype, t, nbytes, correct, note, is_cold(len(calls), nbytes, self.l2))
+        return self._add(provider, shape, dtype, t, nbytes, correct, note, is_cold(len(calls), nbytes, self.l2) if cold is None else cold)
 
     def absent(self, provider: str, shape: dict, dtype: str, why: str) -> Optional[dict]:
         """A row without times: the provider is not installed, or does not support this."""

@@ -85,7 +85,7 @@ def step(plt, rows: list):
         whole = next((r["median_us"] for r in rows if name(r) == bar and r["shape"]["stage"] == "whole"), None)
         if whole is not None:
             axis.plot([x - 0.38, x + 0.38], [whole / 1e3] * 2, color="black", linewidth=2, label="whole step, one run" if x == 0 else None)
-    axis.set_xticks(range(len(bars)), [f"{p}\n{s}" for p, s in bars], fontsize=7)
+    axis.set_xticks(range(len(bars)), [f"{p}\n{s.replace(' ', chr(10), 1)}" for p, s in bars], fontsize=8)
     axis.set_ylabel("ms per verify step, median"), axis.set_title(f"verify step by stage\n{caption(rows)}", fontsize=10)
     handles, labels = axis.get_legend_handles_labels()
     axis.legend(handles[::-1], labels[::-1], fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
@@ -103,6 +103,8 @@ def against_size(plt, op: str, rows: list):
                       yerr=[[r["median_us"] - r["p20_us"] for r in mine], [r["p80_us"] - r["median_us"] for r in mine]],
                       marker=MARKERS[i % len(MARKERS)], markersize=4, capsize=2, label=f"{line[0]}, {line[1]} ranks")
     axis.set_xscale("log", base=2), axis.set_yscale("log")
+    for one in (axis.xaxis, axis.yaxis):
+        one.set_major_formatter(plt.FuncFormatter(lambda v, _: f"{v:g}"))
     axis.set_xlabel("message of one rank (KiB)"), axis.set_ylabel("us per call, median (bars: p20 to p80)")
     axis.set_title(f"{op}\n{caption(rows)}", fontsize=10)
     axis.grid(True, which="both", alpha=0.25), axis.legend(fontsize=8)

@@ -56,7 +56,7 @@ def scripts(root: Path, gpus: int) -> list:
     found = []
     for path in sorted(root.glob("*/bench_*.py")):
         stage, op = path.parent.name, path.stem.removeprefix("bench_")
-        if stage in ("loop", "step"):
+        if stage in ("loop", "step", "host"):
             continue
         script = Script(op, stage, path)
         if stage == "comm":
