@@ -132,12 +132,15 @@ class GatherStats(Stats):
 
 
 class KernelStats(SynchronizedStats):
-    """Stats of a run on a GPU under torch.profiler, from the end of prefill on: the ms of the collectives' kernels."""
+    """Stats of a run on a GPU under torch.profiler, from the end of prefill on: the ms of the collectives' kernels.
+
+    All ranks must run it: they meet before the first round, or the start of the slowest profiler would count as waiting.
+    """
 
     def __init__(self) -> None:
         super().__init__(torch.cuda.synchronize)
         from torch.profiler import ProfilerActivity, profile
-        self._profile, self._runs = profile(activities=[ProfilerActivity.CUDA]), False
+        self._profile, self._runs = profile(activities=[ProfilerActivity.CUDA], acc_events=True), False
 
     @contextmanager
     def timer(self, stage: str):
@@ -146,20 +149,31 @@ class KernelStats(SynchronizedStats):
         if stage == "prefill":
             self._profile.start()
             self._runs = True
+            dist.barrier()
 
-    def communication(self) -> float:
-        """ms of all rounds together. Ends the profile."""
-        from ..trace.events import KERNELS, kind_of
+    def communication(self, rounds: int) -> list:
+        """ms of each round. Ends the profile."""
         if not self._runs:
-            return 0.0
+            return [0.0] * rounds
         self._profile.stop()
-        kernels = [e for e in self._profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        return sum(e.device_time for e in kernels if kind_of(KERNELS, e.name)) / 1e3
+        return by_round([(e.time_range.start, e.time_range.elapsed_us(), e.name) for e in self._profile.events()
+                         if e.device_type == torch.autograd.DeviceType.CUDA], rounds)
+
+
+def by_round(kernels: list, rounds: int) -> list:
+    """ms of collectives per round, from (start us, duration us, name) of all kernels of so many rounds of one shape: each has the same
+    number of collectives. Where they do not divide, the mean."""
+    from ..trace.events import KERNELS, kind_of
+    found = [us for _, us, name in sorted(kernels) if kind_of(KERNELS, name)]
+    per = len(found) // rounds if rounds else 0
+    if not per or len(found) % rounds:
+        return [sum(found) / 1e3 / max(1, rounds)] * rounds
+    return [sum(found[i * per:(i + 1) * per]) / 1e3 for i in range(rounds)]
 
 
 def time_rounds(decoder, prompts: list, shape, rounds: int) -> list:
     """Decoder.time_rounds of a sharded target; every round also has "communication": ms of this rank's collectives, its
-    waiting for the others included. On a GPU: the mean over the rounds, as their kernels ran."""
+    waiting for the others included."""
     comm = decoder.target.comm
     if comm.gathers:
         stats = GatherStats(comm)
@@ -168,8 +182,7 @@ def time_rounds(decoder, prompts: list, shape, rounds: int) -> list:
         return [r | {"communication": c} for r, c in zip(found, stats.communication)]
     stats = KernelStats()
     found = decoder.time_rounds(prompts, shape, rounds, stats)
-    mean = stats.communication() / max(1, len(found))
-    return [r | {"communication": mean} for r in found]
+    return [r | {"communication": c} for r, c in zip(found, stats.communication(len(found)))]
 
 
 def split_of(rows: list, ranks: Ranks) -> Optional[list]:

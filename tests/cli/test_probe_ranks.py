@@ -92,6 +92,13 @@ def test_gathers_are_clocked_by_round():
     assert stats.communication[0] > stats.communication[1] and "gather" not in vars(comm)
 
 
+def test_kernels_are_shared_out_by_round():
+    name = "void fv::all_reduce_rms_norm_kernel<__nv_bfloat16>(fv::Args)"
+    kernels = [(float(t), 10.0 + t, name) for t in (5, 1, 3, 2, 4, 0)] + [(0.5, 900.0, "gemm")]
+    assert ranks.by_round(kernels, 3) == pytest.approx([0.021, 0.025, 0.029])
+    assert ranks.by_round(kernels, 4) == pytest.approx([0.075 / 4] * 4) and ranks.by_round([], 2) == [0.0, 0.0]
+
+
 def test_one_rank_is_a_run_like_any_other():
     alone = ranks.Ranks()
     assert (alone.rank, alone.world, alone.agree(True), alone.gathered(3)) == (0, 1, True, [3])

@@ -29,7 +29,7 @@ class Rank:
     """One process: weights, a message, and the delay of rank 1."""
 
     def __init__(self, rank: int, kind: str) -> None:
-        self.rank, self.all_reduce = rank, dist.all_reduce
+        self.rank, self.all_reduce, self.comm = rank, dist.all_reduce, None
         if kind == "ours":
             from fastverify import Communicator, all_reduce
             self.comm = Communicator(device=torch.device("cuda", rank), backend="peer")
@@ -37,6 +37,7 @@ class Rank:
         draw = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
         self.w, self.h, self.large = draw(HIDDEN, HIDDEN), draw(ROWS, HIDDEN), draw(4096, 4096)
         self.y, self.out = torch.empty_like(self.h), torch.empty_like(self.large)
+        self.hosts = dist.new_group(backend="gloo")
 
     def step(self, mode: str) -> None:
         for _ in range(LAYERS):
@@ -62,22 +63,26 @@ class Rank:
         return sorted(a.elapsed_time(b) for a, b in zip(marks, marks[1:]))[10]
 
 
-def meet() -> None:
+def meet(rank: Rank) -> None:
+    """A barrier of the hosts, not of the GPUs: no collective in the trace but those of the step."""
     torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
+    dist.barrier(rank.hosts)
 
 
 def capture(rank: Rank, mode: str):
     side = torch.cuda.Stream()
+    if rank.comm:
+        rank.comm.move_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         rank.step(mode)
-    meet()
+    meet(rank)
+    if rank.comm:
+        rank.comm.move_stream()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         rank.step(mode)
-    meet()
+    meet(rank)
     return graph.replay
 
 
@@ -88,21 +93,23 @@ def main(number: int, port: int, folder: str, kind: str) -> None:
     rank = Rank(number, kind)
     for mode in ("even", "late", "host_late"):
         rank.step(mode)
-        meet()
+        meet(rank)
     if number == 1:
         print(f"rank 1's {LATE} products take {rank.extra_ms():.4f} ms, {LAYERS} times a step: {LAYERS * rank.extra_ms():.3f} ms; "
               f"its sleeps {1e3 * LAYERS * SLEEP:.0f} ms and more", flush=True)
-    meet()
+    meet(rank)
     for mode in MODES[kind]:
         run = capture(rank, mode) if "graph" in mode else lambda: rank.step(mode)  # noqa: B023 (called in this turn)
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True,
-                     schedule=schedule(wait=1, warmup=1, active=STEPS)) as prof:
+                     acc_events=True, schedule=schedule(wait=1, warmup=1, active=STEPS)) as prof:
             for _ in range(2 + STEPS):
+                meet(rank)
                 run()
-                torch.cuda.synchronize()
+                meet(rank)
                 prof.step()
         prof.export_chrome_trace(f"{folder}/{mode}-rank{number}.json.gz")
-        meet()
+        run = None  # a graph that holds NCCL's kernels keeps its communicator from ending
+        meet(rank)
     dist.destroy_process_group()
 
 
