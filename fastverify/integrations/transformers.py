@@ -135,7 +135,8 @@ class Speculative:
     Greedy and sampled (temperature, top_k, top_p, min_p) decoding of one or many prompts, left-padded with an attention mask; returns
     what generate returns: int64 [B, prompt + new], or a GenerateDecoderOnlyOutput of it. Greedy text is that of the model itself
     where both compute the same logits. Sampling uses noise of its own, seeded from torch's generator (torch.manual_seed): the
-    same law, other draws. Streamers work for one prompt. Whatever else changes logits or stops early is refused by name.
+    same law, other draws. Whatever else changes logits or stops early is refused by name. transformers keeps `streamer` from callables:
+    a streamer for one prompt is passed as model.generate(..., stream_to=streamer).
     """
 
     def __init__(self, model: Any, draft: Any = "ngram", *, tree: str = "auto", **draft_options) -> None:
@@ -154,14 +155,18 @@ class Speculative:
         self._where = _storages(self._model)
 
     def __call__(self, model: Any, input_ids: torch.Tensor, logits_processor: Any = None, stopping_criteria: Any = None,
-                 generation_config: Any = None, synced_gpus: bool = False, streamer: Any = None, **model_kwargs) -> Any:
+                 generation_config: Any = None, synced_gpus: bool = False, streamer: Any = None, stream_to: Any = None,
+                 **model_kwargs) -> Any:
         if model is not self._model:
             raise _refuse("speculative", "the model must be the one it was made for", "another one", "speculative(model, draft)")
         if self._where != _storages(model):
             self._share()
         _check_request(generation_config, logits_processor, stopping_criteria, model_kwargs, synced_gpus)
-        if streamer is not None and input_ids.shape[0] != 1:
+        if (streamer is not None or stream_to is not None) and input_ids.shape[0] != 1:
             raise _refuse("speculative", "a streamer must have one prompt", str(input_ids.shape[0]), "leave the streamer out")
+        if stream_to is not None:
+            stream_to.put(input_ids.cpu())  # generate does it for its own
+            streamer = stream_to
         mask = model_kwargs.get("attention_mask")
         prompts = [row[keep.bool()].tolist() for row, keep in zip(input_ids, mask if mask is not None else torch.ones_like(input_ids))]
         room = generation_config.max_length - input_ids.shape[1]
@@ -251,8 +256,8 @@ def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.
 
     The keys are read where transformers' cache has them (a request is one page of S tokens). Without a mask the N rows are a causal
     chain behind S - N tokens. A bool (or additive) mask [B, 1, N, S] may be any tree over the last N <= 128 columns: trees in
-    transformers run on the kernel that our decode loop uses. Prefix columns that a mask hides (left padding), dropout, gradients
-    and windows go to transformers' own sdpa. The mask is read on the host once per forward.
+    transformers run on the kernel that our decode loop uses. Columns before those that a mask hides (left padding), dropout,
+    gradients and windows go to transformers' own sdpa. The mask is read on the host once per forward.
     """
     batch, heads, rows, width = query.shape
     keys = key.shape[2]
