@@ -217,9 +217,11 @@ FV_HD int32_t piece_slot(int32_t block, int32_t start, int32_t length) {
 
 // ---- the launch ----------------------------------------------------------------------------------------------
 struct AttentionLaunch {
+    int wgmma;            // 1: tree_attention_sm90.cuh
+    int threads;          // of a block
     int tile_rows;        // rows (node x query head of the group) that share one pass over the KV
     int stages;           // tiles of the cp.async ring
-    int blocks;           // of 128 threads; persistent
+    int blocks;           // persistent
     int least_units;      // of kUnitTokens per block
     int separate_merge;   // 1: few sequences, long: a second kernel merges, over the whole device
     int sequences;        // that such a merge has blocks for; more are taken in turn
@@ -232,7 +234,7 @@ constexpr int kSystemSmem = 1024;      // what the system keeps of every block's
 constexpr int kMaxStages = 6;
 
 // Prefix sums of the requests' work, one int each and the total.
-FV_HD int64_t prefix_bytes(int64_t batch) {
+FV_HD constexpr int64_t prefix_bytes(int64_t batch) {
     return batch > kMaxSplitBatch ? 0 : ((batch + 1) * 4 + 127) / 128 * 128;
 }
 
@@ -250,11 +252,43 @@ FV_HD int least_stages(int64_t head_dim, int64_t tile_rows, int64_t stage_bytes)
     return static_cast<int>(stages > 2 ? stages : 2);
 }
 
-// head_dim 64, 128 or 256; kv_bytes per element of the cache: 1 or 2. rows / batch is taken as nodes of a request.
+// Shared memory of the sm_90a kernel: f16 copies of an fp8 tile's K and V; a few words.
+FV_HD constexpr int wgmma_wide_bytes(int head_dim, int kv_bytes) { return kv_bytes == 1 ? 2 * kUnitTokens * head_dim * 2 : 0; }
+constexpr int kWgmmaWords = 256;
+FV_HD constexpr int64_t wgmma_smem(int64_t batch, int tile_rows, int head_dim, int kv_bytes, int stages) {
+    return tile_rows * (2 * head_dim + 8) + wgmma_wide_bytes(head_dim, kv_bytes) + 2 * stages * kUnitTokens * head_dim * kv_bytes +
+           prefix_bytes(batch) + kWgmmaWords;
+}
+constexpr int kWgmmaFromRows = 33;     // packed rows of a request from which its products pay
+
+// How a line of `sequences` is merged.
+FV_HD void choose_merge(AttentionLaunch& a, int64_t sequences) {
+    a.separate_merge = sequences * 8 < a.blocks;
+    a.sequences = static_cast<int>(a.separate_merge ? sequences : 0);
+}
+
+// head_dim 64, 128 or 256; kv_bytes per element of the cache: 1 or 2. rows / batch is taken as nodes of a request. sm90: the
+// device and the cache can take the sm_90a kernel.
 FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_heads, int64_t group, int64_t head_dim, int kv_bytes,
-                                       int sms, int64_t max_smem) {
+                                       int sms, int64_t max_smem, bool sm90 = false) {
     AttentionLaunch a{};
     const int64_t nodes = batch > 0 ? (rows + batch - 1) / batch : 0;
+    a.least_units = 2;
+    if (sm90 && head_dim == 128 && nodes * group >= kWgmmaFromRows) {
+        const int tile = nodes * group > 64 ? 128 : 64;
+        const int64_t room = tile == 64 ? (max_smem + kSystemSmem) / 2 - kSystemSmem : max_smem;
+        a.wgmma = 1;
+        a.threads = 2 * tile;
+        a.tile_rows = tile;
+        a.stages = 2;
+        while (a.stages < kMaxStages && wgmma_smem(batch, tile, 128, kv_bytes, a.stages + 1) <= room) ++a.stages;
+        a.blocks = tile == 64 ? 2 * sms : sms;
+        a.blocks = a.blocks < kMaxBlocks ? a.blocks : kMaxBlocks;
+        a.smem = wgmma_smem(batch, tile, 128, kv_bytes, a.stages);
+        choose_merge(a, batch * kv_heads * row_tiles(nodes, group, tile));
+        return a;
+    }
+    a.threads = 128;
     const int64_t stage = 2 * tile_tokens(head_dim) * head_dim * kv_bytes;
     const int64_t one = max_smem - kStaticSmem;                                         // a block alone on its multiprocessor
     const int64_t half = (max_smem + kSystemSmem) / 2 - kSystemSmem - kStaticSmem;  // one of two
@@ -269,10 +303,7 @@ FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_h
     const int blocks = sms * (two ? 2 : 1);
     a.blocks = blocks < kMaxBlocks ? blocks : kMaxBlocks;
     a.smem = need(tile, a.stages);
-    a.least_units = 2;
-    const int64_t sequences = batch * kv_heads * row_tiles(nodes, group, tile);
-    a.separate_merge = sequences * 8 < a.blocks;
-    a.sequences = static_cast<int>(a.separate_merge ? sequences : 0);
+    choose_merge(a, batch * kv_heads * row_tiles(nodes, group, tile));
     return a;
 }
 

@@ -42,9 +42,8 @@ FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int sms, 
     m.base.blocks = sms < kMaxBlocks ? sms : kMaxBlocks;
     m.base.least_units = 1;
     m.base.smem = prefix_bytes(batch) + mla_smem(tile, tokens, stages);
-    const int64_t sequences = batch * row_tiles(nodes, heads, tile);
-    m.base.separate_merge = sequences * 8 < m.base.blocks;
-    m.base.sequences = static_cast<int>(m.base.separate_merge ? sequences : 0);
+    m.base.threads = kMlaThreads;
+    choose_merge(m.base, batch * row_tiles(nodes, heads, tile));
     return m;
 }
 

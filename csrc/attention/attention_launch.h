@@ -52,8 +52,7 @@ inline AttentionParams attention_params(const Tensor& q, const OptTensor& mask, 
     return p;
 }
 
-inline void run_tiles(const Launch& launch, AttentionParams& p, const AttentionLaunch& choice, AttentionKernel kernel, int threads,
-                      const OptTensor& workspace) {
+inline void run_tiles(const Launch& launch, AttentionParams& p, const AttentionLaunch& choice, AttentionKernel kernel, const OptTensor& workspace) {
     p.blocks = choice.blocks;
     p.stages = choice.stages;
     p.least_units = choice.least_units;
@@ -66,7 +65,7 @@ inline void run_tiles(const Launch& launch, AttentionParams& p, const AttentionL
         p.counters = static_cast<uint32_t*>(workspace->mutable_data_ptr());
         p.partials = reinterpret_cast<float*>(static_cast<unsigned char*>(workspace->mutable_data_ptr()) + kCounterBytes);
     }
-    launch.run(kernel, dim3(choice.blocks), dim3(threads), choice.smem, p);
+    launch.run(kernel, dim3(choice.blocks), dim3(choice.threads), choice.smem, p);
     if (!p.partials || !p.separate_merge || p.batch > kMaxSplitBatch) return;
     const auto merge = p.v_dim == 64 ? merge_kernel<64> : p.v_dim == 256 ? merge_kernel<256> : merge_kernel<128>;
     const unsigned parts = p.v_dim > 256 ? static_cast<unsigned>(p.v_dim / 128) : 1;

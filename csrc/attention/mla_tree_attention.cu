@@ -50,7 +50,7 @@ void mla_tree_attention_cuda(const Tensor q, const Tensor kv_cache, const std::o
     const MlaLaunch choice = mla_launch(n.rows, n.requests, n.heads, launch.props.sms, launch.props.max_smem);
     const AttentionKernel kernel = p.q_type == Element::kBf16 ? mla_kernel<KvBf16>(choice.base.tile_rows, choice.tile_tokens)
                                                               : mla_kernel<KvF16>(choice.base.tile_rows, choice.tile_tokens);
-    run_tiles(launch, p, choice.base, kernel, kMlaThreads, workspace);
+    run_tiles(launch, p, choice.base, kernel, workspace);
 }
 
 }  // namespace

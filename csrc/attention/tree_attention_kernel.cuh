@@ -8,6 +8,8 @@
 // others each row tests 64 bits of visible_positions(). Split sequences: partial results, merged in key order by the
 // block that comes last, or by merge_kernel. Cost: one read of the visible KV per row tile; one launch, or two.
 #pragma once
+#include <type_traits>
+
 #include "attention/attention_merge.cuh"
 
 namespace fv {
@@ -28,6 +30,10 @@ struct Attend {
     __device__ __forceinline__ Attend(const AttentionParams& params, unsigned char* shared)
         : p(params), q_smem(shared), ring(shared + T::kQBytes),
           seen(reinterpret_cast<uint64_t*>(ring + params.stages * T::kStage)), lane(threadIdx.x & 31), warp(threadIdx.x >> 5),
+          row_group(warp / T::kSplit), share(warp % T::kSplit) {}
+
+    __device__ __forceinline__ Attend(const AttentionParams& params, unsigned char* q_at, unsigned char* ring_at, uint64_t* seen_at)
+        : p(params), q_smem(q_at), ring(ring_at), seen(seen_at), lane(threadIdx.x & 31), warp(threadIdx.x >> 5),
           row_group(warp / T::kSplit), share(warp % T::kSplit) {}
 
     __device__ __forceinline__ void load_q(const Piece& piece) {
@@ -166,7 +172,8 @@ struct Attend {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = row_group * T::kWarpRows + 16 * m + 8 * h + lane / 4;
-                const uint32_t bits = static_cast<uint32_t>(seen[row] >> token) >> 2 * (lane & 3);
+                using Bits = std::conditional_t<T::kSub == 64, uint64_t, uint32_t>;
+                const Bits bits = static_cast<Bits>(seen[row] >> token) >> 2 * (lane & 3);
 #pragma unroll
                 for (int n = 0; n < T::kNt; ++n) {
 #pragma unroll
@@ -249,29 +256,32 @@ struct Attend {
         }
     }
 
+    // Softcap, or a scale that is not positive: s becomes the scores in the log2 domain. Returns the scale that is left.
+    __device__ __forceinline__ float cap(float (&s)[T::kMt][T::kNt][4], float scale) {
+        if (p.softcap == 0.0f && scale > 0.0f) return scale;
+        const float inverse = p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f;
+#pragma unroll
+        for (int m = 0; m < T::kMt; ++m) {
+#pragma unroll
+            for (int n = 0; n < T::kNt; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const float x = s[m][n][e] * scale;  // log2 domain
+                    const float w = exp2_approx(-2.0f * fabsf(x) * inverse);  // exp(-2 |score| / softcap)
+                    s[m][n][e] = p.softcap > 0.0f ? p.softcap * kLog2E * copysignf(__fdividef(1.0f - w, 1.0f + w), x) : x;
+                }
+            }
+        }
+        return 1.0f;
+    }
+
     __device__ __forceinline__ void tile(const unsigned char* stage, bool masked, float scale) {
 #pragma unroll 1
         for (int sub = 0; sub < T::kWarpTokens; sub += T::kSub) {
             const int token = share * T::kWarpTokens + sub;
             float s[T::kMt][T::kNt][4];
             score(s, stage, token);
-            float factor = scale;
-            if (p.softcap > 0.0f || !(scale > 0.0f)) {
-                const float inverse = p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f;
-#pragma unroll
-                for (int m = 0; m < T::kMt; ++m) {
-#pragma unroll
-                    for (int n = 0; n < T::kNt; ++n) {
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) {
-                            const float x = s[m][n][e] * scale;  // log2 domain
-                            const float w = exp2_approx(-2.0f * fabsf(x) * inverse);  // exp(-2 |score| / softcap)
-                            s[m][n][e] = p.softcap > 0.0f ? p.softcap * kLog2E * copysignf(__fdividef(1.0f - w, 1.0f + w), x) : x;
-                        }
-                    }
-                }
-                factor = 1.0f;
-            }
+            const float factor = cap(s, scale);
             if (masked) mask(s, token);
             softmax(s, factor);
             add_values(s, stage + T::kStage / 2, token);
