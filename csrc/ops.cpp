@@ -66,11 +66,18 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
     // window > 0: a key is visible iff (query position - key position) < window, positions by depth.
     // softcap > 0: s = softcap*tanh(s/softcap) before the mask. sinks f32 [Hq]: one extra logit per head in
     // the denominator. lse f32 [R,Hq] natural log, sinks excluded. A row that sees nothing: out 0, lse -inf.
+    // exact: a row's bits depend on its own keys alone, those of a plain decoding row at its position; slower, needs
+    // the workspace of exact_workspace_for. The CPU op is always exact.
     m.def(
         "tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? mask, Tensor cu_nodes, "
         "Tensor prefix_len, Tensor page_table, Tensor? schedule, Tensor? sinks, Tensor? k_scale, "
         "Tensor? v_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, SymInt row_base, "
-        "float scale, int window, float softcap) -> ()");
+        "float scale, int window, float softcap, bool exact=False) -> ()");
+    // The same over one latent cache [pages,page,D] for all heads (DeepSeek, Kimi: absorbed form): q [R,H,D] against the
+    // whole latent row, out [R,H,Dv] = weights x its first Dv dims. Tensor-core tiles for D = 512 + 64, Dv = 512.
+    m.def(
+        "mla_tree_attention(Tensor q, Tensor kv_cache, Tensor? mask, Tensor cu_nodes, Tensor prefix_len, "
+        "Tensor page_table, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, SymInt row_base, float scale) -> ()");
 
     // ---- linear -------------------------------------------------------------------------------
     // Products of a few rows for models so small that launches cost more than weights. x [R,K] (norm [K]: RMSNorm of it,

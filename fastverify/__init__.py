@@ -8,6 +8,7 @@ _WHERE = {  # public name -> module
     "draft_topk": "tree", "grow_tree": "tree", "build_tree": "tree", "prepare_tree": "tree", "Tree": "tree",
     "Prepared": "tree", "DraftState": "tree", "NgramDrafter": "tree",
     "rope_append": "attention.rope_append", "tree_attention": "attention.tree_attention",
+    "mla_tree_attention": "attention.mla_tree_attention",
     "Rule": "accept.rule", "Flag": "accept.rule", "Sampling": "accept.verify_tree", "Verified": "accept.verify_tree",
     "verify_tree": "accept.verify_tree", "verify_tree_workspace": "accept.verify_tree",
     "skinny_linear": "linear.skinny_linear", "skinny_qkv": "linear.skinny_qkv",

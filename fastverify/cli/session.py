@@ -18,6 +18,7 @@ from ..models.hf import read_json
 from ..models.load import load_target, load_tokenizer
 from ..tree.ngram import NgramDrafter
 from .output import Output
+from .ranks import local_device
 
 STEP_OPS = ("probe", "draft_topk", "grow_tree", "build_tree", "prepare_tree", "rope_append", "tree_attention", "verify_tree",
             "compact_kv")
@@ -75,7 +76,7 @@ def open_session(command: str, args: argparse.Namespace, out: Output, with_token
     if args.threads:
         torch.set_num_threads(args.threads)
     notes: list = []
-    device = _device(command, args.device, notes)
+    device = local_device(_device(command, args.device, notes))
     path = _target_path(command, args.target)
     dtype = getattr(torch, args.dtype)
     with out.status("loading the models"):
