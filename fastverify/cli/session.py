@@ -36,6 +36,7 @@ class Session:
     draft_name: str
     device: torch.device
     notes: list
+    exact: bool = False
 
     def decoder(self, tree: str) -> Decoder:
         """A decoder for one shape name; an n-gram drafter drafts as many nodes as the shape holds."""
@@ -43,8 +44,11 @@ class Session:
         if isinstance(draft, NgramDrafter) and tree not in ("auto", "off"):
             matches = 1 if tree.startswith("chain") else 4
             draft = NgramDrafter(num_draft=parse_shape(tree).nodes - 1, num_matches=matches)
-        if self.device.type == "cuda" and not isinstance(draft, NgramDrafter):
-            return GraphDecoder(self.target, draft, tree=tree)
+        captured = self.device.type == "cuda" and self.target.comm is None and _ops.has_kernel("next_inputs", "cuda")
+        if (captured or self.exact) and not isinstance(draft, NgramDrafter):
+            return GraphDecoder(self.target, draft, tree=tree, exact=self.exact)
+        if self.exact:
+            raise ValueError("exact: the drafter must be an EAGLE-3 draft or none; got n-gram lookup. Fix: leave --exact out.")
         return Decoder(self.target, draft, tree=tree)
 
     def with_draft(self, given: Optional[str]) -> "Session":
@@ -83,7 +87,7 @@ def open_session(command: str, args: argparse.Namespace, out: Output, with_token
         tokenizer = load_tokenizer(path) if with_tokenizer else None
         target = load_target(path, dtype, device)
         draft, name = _draft(args.draft, target, dtype, device, notes) if drafts else (None, "none")
-    return Session(target, draft, tokenizer, str(path), name, device, notes)
+    return Session(target, draft, tokenizer, str(path), name, device, notes, getattr(args, "exact", False))
 
 
 def _target_path(command: str, given: Optional[str]) -> Path:

@@ -22,7 +22,7 @@ from ..attention.tree_attention import tree_attention
 from ..linear.skinny_linear import ADD, SILU_MUL, skinny_linear, skinny_pays
 from ..linear.skinny_qkv import skinny_qkv
 from ..models.batch import ForwardBatch, KVCache
-from ..models.linear import linear
+from ..models.linear import fused, linear
 from .draft_config import DraftConfig
 
 
@@ -118,9 +118,13 @@ class Eagle3Draft:
     def _forward_skinny(self, batch: ForwardBatch, hidden: torch.Tensor, cache: KVCache) -> torch.Tensor:
         """The same layer; RoPE, residual adds, the second norm and SiLU-mul ride on the products."""
         c, w, rows, size, eps = self.config, self.layers[0], hidden.size(0), (self.config.hidden_size,), self.config.rms_norm_eps
-        normed = F.rms_norm(hidden, size, w.hidden_norm, eps)
-        x = torch.cat([F.rms_norm(F.embedding(batch.tokens, self.embed).to(hidden.dtype), size, w.input_norm, eps), normed], dim=1)
-        h = normed if c.norm_before_residual else hidden.clone()
+        if fused(hidden) and hidden.is_contiguous():
+            from ..models.fused_triton import draft_input
+            x, h = draft_input(batch.tokens, self.embed, hidden, w.input_norm, w.hidden_norm, eps, c.norm_before_residual)
+        else:
+            normed = F.rms_norm(hidden, size, w.hidden_norm, eps)
+            x = torch.cat([F.rms_norm(F.embedding(batch.tokens, self.embed).to(hidden.dtype), size, w.input_norm, eps), normed], dim=1)
+            h = normed if c.norm_before_residual else hidden.clone()
         q = torch.empty(rows, c.num_heads, c.head_dim, dtype=h.dtype, device=h.device)
         skinny_qkv(x, w.qkv, batch.positions, batch.slots, self.cos_sin, q, cache.k[0], cache.v[0], bias=w.qkv_bias, eps=eps)
         a = tree_attention(q, cache.k[0], cache.v[0], batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,

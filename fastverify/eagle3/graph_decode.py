@@ -65,7 +65,7 @@ class GraphDecoder(Decoder):
         check_prompts(prompts, max_new_tokens, max(s.columns for s in self.shapes) + 1, config.vocab_size, self.limit)
         check_sampling(sampling, config.vocab_size)
         loop = self.loop(len(prompts), max(len(p) for p in prompts) + max_new_tokens)
-        loop.settle()
+        loop.reset()
         loop.set_stop_ids(list(config.eos_ids) if stop_ids is None else list(stop_ids))
         loop.stats = stats = Stats()
         start, decoding = time.perf_counter(), None
@@ -78,9 +78,9 @@ class GraphDecoder(Decoder):
                 if decoding is None and all(job.tokens or job.finish for job in jobs):
                     decoding = time.perf_counter()
                     stats.ms["prefill"] = (decoding - start) * 1e3
-        finally:
-            for job in jobs:
-                loop.cancel(job)  # of a stream that was left: the others are done
+        except BaseException:  # Ctrl-C, out of memory, a stream that was left: the next run starts clean
+            loop.reset()
+            raise
         stats.decode_ms = (time.perf_counter() - (decoding or start)) * 1e3
         stats.ms["other"] = stats.decode_ms
         controller = loop.controllers.get((len(prompts), any(job.processors for job in jobs)))

@@ -137,10 +137,21 @@ class GraphLoop:
             spans += self._collect()
         return spans
 
-    def settle(self) -> None:
-        """Forgets records that are still to come; nothing may run or wait."""
-        self._hold()
+    def reset(self) -> None:
+        """Cancels everything and waits for the device: the state to start from, also after an exception in the middle of a step
+        (Ctrl-C, out of memory). Graphs, caches and what the controllers have learned stay."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for job in [*self.pool.running, *self.pool.waiting]:
+            job.finish = job.finish or "cancelled"
+            self.pool.leave(job)
+        self.pool.waiting.clear()
         self._flight.clear()
+        self.state.requests.active.zero_()
+        if self.state.pair_count is not None:
+            self.state.pair_count.zero_()
+        self._behind, self._read_at = 0, None
+        self._issued = int(self.state.ring.sequence)  # what was launched but not noted, or the other way round
 
     def busy(self) -> bool:
         """Whether requests wait or run, or records are unread."""

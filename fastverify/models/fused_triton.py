@@ -1,4 +1,4 @@
-"""RMSNorm and SiLU-mul of a few long rows in Triton: the two things between a large model's products that torch runs slowly."""
+"""What stands between the products of a few rows, in Triton: RMSNorm, SiLU-mul, the input of a draft layer."""
 
 import torch
 import triton
@@ -22,6 +22,36 @@ def _silu_mul_kernel(x, out, stride, columns, BLOCK: tl.constexpr):
     gate = tl.load(x + row * stride + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * stride + columns + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * columns + i, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _draft_input_kernel(tokens, embed, hidden, embed_norm, hidden_norm, x, residual, columns, eps, NORMED: tl.constexpr, BLOCK: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = i < columns
+    h = tl.load(hidden + row * columns + i, mask=inside, other=0.0)
+    e = tl.load(embed + tl.load(tokens + row).to(tl.int64) * columns + i, mask=inside, other=0.0).to(tl.float32)
+    v = h.to(tl.float32)
+    e = e / tl.sqrt(tl.sum(e * e, 0) / columns + eps) * tl.load(embed_norm + i, mask=inside, other=0.0).to(tl.float32)
+    v = v / tl.sqrt(tl.sum(v * v, 0) / columns + eps) * tl.load(hidden_norm + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x + row * 2 * columns + i, e.to(x.dtype.element_ty), mask=inside)
+    tl.store(x + row * 2 * columns + columns + i, v.to(x.dtype.element_ty), mask=inside)
+    tl.store(residual + row * columns + i, v.to(x.dtype.element_ty) if NORMED else h, mask=inside)
+
+
+def draft_input(tokens: torch.Tensor, embed: torch.Tensor, hidden: torch.Tensor, embed_norm: torch.Tensor, hidden_norm: torch.Tensor,
+                eps: float, normed_residual: bool) -> tuple:
+    """What stands before a draft's first layer, in one launch: (cat[norm(embed[tokens]), norm(hidden)] [R, 2 H], residual [R, H]).
+
+    residual is a copy of hidden, or its normed form. hidden contiguous [R, H]; tokens int32|int64 in [0, V).
+    """
+    rows, columns = hidden.shape
+    x = torch.empty(rows, 2 * columns, dtype=hidden.dtype, device=hidden.device)
+    residual = torch.empty_like(hidden)
+    block = triton.next_power_of_2(columns)
+    if rows:
+        _draft_input_kernel[(rows,)](tokens, embed, hidden, embed_norm, hidden_norm, x, residual, columns, eps, NORMED=normed_residual,
+                                     BLOCK=block, num_warps=min(16, max(1, block // 256)))
+    return x, residual
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

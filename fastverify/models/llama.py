@@ -6,7 +6,6 @@ from typing import Optional, Protocol
 import torch
 import torch.nn.functional as F
 
-from .. import _triton
 from ..attention.rope_append import rope_append
 from ..attention import workspace as attention_workspace
 from ..attention.tree_attention import tree_attention, workspace_for
@@ -16,7 +15,7 @@ from ..linear.skinny_linear import ADD, SILU_MUL, skinny_add_pays, skinny_fits, 
 from ..linear.skinny_qkv import skinny_qkv
 from .batch import ForwardBatch, KVCache
 from .config import LoadError, ModelConfig
-from .linear import add_linear, linear
+from .linear import add_linear, fused, linear
 
 
 class TensorSource(Protocol):
@@ -168,13 +167,13 @@ class LlamaModel:
         return all_reduce_rms_norm(linear(x, weight, bias), h, norm, self.comm, self.config.rms_norm_eps, prefetch=prefetch)
 
     def _norm(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if _fused(h):
+        if fused(h):
             from .fused_triton import rms_norm
             return rms_norm(h, weight, self.config.rms_norm_eps)
         return F.rms_norm(h, (h.shape[1],), weight, self.config.rms_norm_eps)
 
     def _silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if _fused(gate_up):
+        if fused(gate_up):
             from .fused_triton import silu_mul
             return silu_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=1)
@@ -200,11 +199,6 @@ class LlamaModel:
             for slot, wanted in enumerate(aux_layers):
                 if wanted == layer:
                     aux[:, slot * h.shape[1] : (slot + 1) * h.shape[1]].copy_(h)
-
-
-def _fused(x: torch.Tensor) -> bool:
-    """Whether Triton's kernels take the norm and the SiLU-mul: where there are Triton and rows of 16 bits."""
-    return x.is_cuda and x.dtype is not torch.float32 and _triton.installed()
 
 
 def build(config: ModelConfig, source: TensorSource, dtype: torch.dtype, device: "torch.device | str") -> LlamaModel:

@@ -186,6 +186,29 @@ def test_the_decoder_over_it(shape="tree-8"):
         GraphDecoder(target, NgramDrafter())
 
 
+@pytest.mark.parametrize("where", ["next_inputs", "verify_tree", "prepare_tree"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.cuda.OutOfMemoryError])
+def test_an_exception_in_the_middle_of_a_cycle_leaves_a_usable_decoder(monkeypatch, where, error):
+    from fastverify.eagle3 import cycle
+    target, draft = golden()
+    d, real, calls = GraphDecoder(target, draft, tree="tree-8"), getattr(cycle, where), 0
+
+    def failing(*args, **kw):
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise error("here")
+        return real(*args, **kw)
+
+    monkeypatch.setattr(cycle, where, failing)
+    with pytest.raises(error):
+        d.generate(PROMPTS, 40, stop_ids=[])
+    kept = d.loop(4, 1)
+    assert not kept.busy() and kept.pool.pages.free == kept.pool.pages.total
+    assert d.generate(PROMPTS, 40, stop_ids=[]).tokens == decoder("tree-8").generate(PROMPTS, 40, stop_ids=[]).tokens
+    assert d.loop(4, 1) is kept
+
+
 def test_the_decoder_in_auto():
     target, draft = golden()
     d = GraphDecoder(target, draft)
