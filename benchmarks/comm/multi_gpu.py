@@ -83,7 +83,8 @@ def main() -> int:
     parser.add_argument("--rows", type=lambda s: [int(v) for v in s.split(",")], default=[1, 2, 4, 8, 16, 32, 64, 256])
     parser.add_argument("--linear-rows", type=lambda s: [int(v) for v in s.split(",")], default=[8, 16, 64, 256, 1024, 4096])
     parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--inner", type=int, default=18432, help="columns of the row-parallel weight, over all ranks")
+    parser.add_argument("--inner", type=lambda s: [int(v) for v in s.split(",")], default=[18432, 36864],
+                        help="columns of the row-parallel weights, over all ranks")
     parser.add_argument("--sections", type=lambda s: s.split(","), default=list(SECTIONS))
     parser.add_argument("--seconds", type=float, default=420, help="no section starts later than this")
     parser.add_argument("--quick", action="store_true", help="fewer replays")
