@@ -14,10 +14,10 @@ from fastverify import Communicator, all_reduce, all_reduce_rms_norm, linear_all
 EPS, BF16 = 1e-6, "bfloat16"
 
 
-def communicators(me: Rank, max_bytes: int) -> dict:
+def communicators(me: Rank, max_bytes: int, wanted: tuple = ("peer", "host", "nccl")) -> dict:
     """{"peer", "host", "nccl": Communicator}; one that cannot be made is left out with a row that says why."""
     made = {}
-    for backend in ("peer", "host", "nccl"):
+    for backend in wanted:
         try:
             made[backend] = Communicator(device=me.device, backend=backend, max_bytes=max_bytes)
         except RuntimeError as exc:
