@@ -42,7 +42,7 @@ def test_layers_ask_for_the_overlap_only_where_a_cut_pays():
 
 @pytest.mark.parametrize("n, kind, pieces, widths", [
     (7168, "columns", 4, [1792] * 4), (7168, "growing", 3, [1024, 2048, 4096]), (8192, "growing", 3, [1152, 2304, 4736]),
-    (7168, "growing", 4, [512, 1024, 1920, 3712]), (1000, "growing", 2, [256, 744])])
+    (7168, "growing", 4, [512, 896, 1920, 3840]), (1000, "growing", 2, [256, 744])])
 def test_widths_of_pieces(n, kind, pieces, widths):
     assert column_widths(n, kind, pieces) == widths and sum(widths) == n
 
