@@ -15,6 +15,8 @@ DEADLINE_SECONDS = 10.0
 SETUP_SECONDS = 120.0  # of one step of set-up: a rank that does not come to it is an error on the others
 OVERLAP_ROWS = 256  # from here on a row-parallel linear is cut in chunks whose sums overlap the next chunk's product
 BLOCKS = 64  # at most, per rank: enough to fill a link, few enough to be resident beside anything else
+FP8_BYTES = 64 << 10     # wire="fp8": up to here coding costs what it saves (docs/performance.md)
+ISLAND_BYTES = 32 << 10  # islands=True: up to here a third hop costs what the link between saves
 _MISSING_MASK, _STATUS_WORDS = 5, 8
 _FAILURE, _FAILED_RANK, _FAILED_EPOCH, _FAILED_STAGE = 0, 1, 3, 4
 BACKENDS = ("auto", "peer", "host", "nccl")
@@ -40,6 +42,11 @@ class Communicator:
     nccl: options of ncclConfig_t (fastverify.comm.nccl.nccl_config); given, NCCL stands beside "peer" and "host" too.
     deterministic: NCCL is used only where the backend is "nccl": its sums are equal on all ranks but may round elsewhere
         than ours (at W = 2 they are the same).
+    wire: "exact", or "fp8": LOSSY. Inputs above FP8_BYTES travel as e4m3 with a scale per 128 values, 0.52 of the bytes of
+        bf16; each value is off by up to 1/16 of itself. For slow links and many rows, never chosen by itself.
+    islands: True where ranks [0, W/2) and [W/2, W) each sit behind a switch or socket of their own: inputs above ISLAND_BYTES
+        are summed inside first and S bytes in all cross the link between, instead of 4 S (W = 8). The sum of an island is
+        rounded before it crosses, so results differ from the other forms' in the last bit; refused with deterministic=True.
     debug: every call that is not captured first compares op, shape and dtype of all ranks on the host (slow, synchronous) and
         raises CommunicatorError on every rank with who called what, instead of a wrong sum or a wait until the deadline.
 
@@ -50,18 +57,20 @@ class Communicator:
 
     def __init__(self, group=None, device: "torch.device | str" = "cpu", max_bytes: int = 1 << 20, *, backend: str = "auto",
                  deadline: float = DEADLINE_SECONDS, one_shot_bytes: Optional[int] = None, blocks: int = BLOCKS,
-                 nccl: Optional[dict] = None, deterministic: bool = False, debug: bool = False):
+                 nccl: Optional[dict] = None, deterministic: bool = False, debug: bool = False, wire: str = "exact",
+                 islands: bool = False):
         self.device = torch.device(device)
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError("Communicator: torch.distributed must be initialised; got no process group. "
                                "Fix: torch.distributed.init_process_group(...), or Communicator.make_virtual for one process.")
         if backend not in BACKENDS:
             raise ValueError(f"Communicator: backend must be {'|'.join(BACKENDS)}; got {backend!r}. Fix: leave it at \"auto\".")
+        check_forms(wire, islands, deterministic)
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.virtual, self.gathers = False, self.device.type == "cpu"
         self._reset()
-        self.debug = debug
+        self.debug, self.wire, self.islands = debug, wire, islands
         if self.gathers:
             self.reason = "CPU tensors go through the process group"
             self._open("gathered", -1, max_bytes, one_shot_bytes, deadline, [], blocks)
@@ -96,7 +105,7 @@ class Communicator:
         self._stream, self._side, self._memory, self.overlap_rows = None, None, [], OVERLAP_ROWS
         self.nccl, self._nccl_handle, self.nccl_library, self.nccl_bytes, self.splits = None, None, None, None, {}
         self.tuned, self.debug = "nothing was measured", False
-        self._control_group, self._lost = None, False
+        self._control_group, self._lost, self.wire, self.islands = None, False, "exact", False
 
     def _connect(self, backend: str, max_bytes: int) -> tuple:
         """(transport, addresses, why) of the first way that works on every rank."""
@@ -193,6 +202,10 @@ class Communicator:
             device=index, blocks=blocks, max_bytes=max_bytes, one_shot_bytes=self.one_shot_bytes,
             deadline_ns=int(deadline * 1e9), ranks=ranks)
         self.handle = self._handle.address
+        if self.wire == "fp8":
+            self._handle.set_fp8_bytes(FP8_BYTES)
+        if self.islands:
+            self._handle.set_island_bytes(ISLAND_BYTES)
 
     @property
     def largest_bytes(self) -> int:
@@ -323,6 +336,14 @@ class Communicator:
 
 def _device_key(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def check_forms(wire: str, islands: bool, deterministic: bool) -> None:
+    if wire not in ("exact", "fp8"):
+        raise ValueError(f'Communicator: wire must be exact|fp8; got {wire!r}. Fix: leave it at "exact".')
+    if deterministic and (islands or wire != "exact"):
+        raise ValueError(f"Communicator: deterministic=True must be with wire=\"exact\" and islands=False, whose bits do not depend on "
+                         f"the size; got wire={wire!r}, islands={islands}. Fix: choose one.")
 
 
 def default_one_shot_bytes(world: int, max_bytes: int) -> int:

@@ -1,10 +1,13 @@
 """The forms that round on their own: islands and the fp8 wire; and that no launch choice changes a bit."""
 
+import re
+
 import pytest
 import torch
 from comm_cases import DTYPES, KERNELS, fold, virtual
 from conftest import run_op
 
+from fastverify.comm.communicator import check_forms
 from fastverify.comm.topology import _control
 
 
@@ -145,6 +148,15 @@ def test_no_launch_choice_changes_a_bit(rng, monkeypatch, device):
     norm = (residual[:1].float() + x[0, :1].float()).bfloat16().float()
     want = norm * torch.rsqrt(norm.square().mean(-1, keepdim=True) + 1e-6) * weight.float()
     assert torch.allclose(first["out"].float(), want, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("wire, islands, deterministic, text", [
+    ("int8", False, False, "wire must be exact|fp8; got 'int8'"), ("fp8", False, True, "deterministic=True must be with wire="),
+    ("exact", True, True, "deterministic=True must be with wire=")])
+def test_forms_that_are_refused(wire, islands, deterministic, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        check_forms(wire, islands, deterministic)
+    check_forms("fp8", True, False), check_forms("exact", False, True)
 
 
 def test_limits_of_the_forms():
