@@ -117,7 +117,7 @@ def main() -> int:
     real = real_rows(args.logits, 49152).to(bench.device) if args.logits else None
     shapes = [tuple(map(int, s.split(","))) for s in args.shape or []] or (SHAPES if real is None else REAL_SHAPES)
     found, sgl = kernels(bench.device), load_sglang() if bench.device.type == "cuda" else None
-    for shape in shapes:
+    for shape in bench.shapes(shapes, ("B", "N", "V")):
         measure_shape(bench, shape, args.law.split(","), found, sgl, real, int(args.max_gib * 2**30))
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()  # the sets of the next shape

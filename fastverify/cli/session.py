@@ -11,12 +11,14 @@ import torch
 from .. import _ops
 from ..eagle3.checkpoint import load_draft
 from ..eagle3.decode import Decoder
+from ..eagle3.graph_decode import GraphDecoder
 from ..eagle3.shapes import parse_shape
 from ..models.demo import demo_target_path
 from ..models.hf import read_json
 from ..models.load import load_target, load_tokenizer
 from ..tree.ngram import NgramDrafter
 from .output import Output
+from .ranks import local_device
 
 STEP_OPS = ("probe", "draft_topk", "grow_tree", "build_tree", "prepare_tree", "rope_append", "tree_attention", "verify_tree",
             "compact_kv")
@@ -41,6 +43,8 @@ class Session:
         if isinstance(draft, NgramDrafter) and tree not in ("auto", "off"):
             matches = 1 if tree.startswith("chain") else 4
             draft = NgramDrafter(num_draft=parse_shape(tree).nodes - 1, num_matches=matches)
+        if self.device.type == "cuda" and not isinstance(draft, NgramDrafter):
+            return GraphDecoder(self.target, draft, tree=tree)
         return Decoder(self.target, draft, tree=tree)
 
     def with_draft(self, given: Optional[str]) -> "Session":
@@ -72,7 +76,7 @@ def open_session(command: str, args: argparse.Namespace, out: Output, with_token
     if args.threads:
         torch.set_num_threads(args.threads)
     notes: list = []
-    device = _device(command, args.device, notes)
+    device = local_device(_device(command, args.device, notes))
     path = _target_path(command, args.target)
     dtype = getattr(torch, args.dtype)
     with out.status("loading the models"):
