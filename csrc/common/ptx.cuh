@@ -104,6 +104,12 @@ __device__ __forceinline__ void wait_for_previous_launch() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// The launch after this one may start while this one runs, if it is one of Launch::run_overlapped.
+__device__ __forceinline__ void allow_next_launch() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // 16 bytes that will not be read again soon.
 __device__ __forceinline__ uint4 load_streaming_16(const void* p) {

@@ -11,6 +11,7 @@ import torch
 from .. import _ops
 from ..eagle3.checkpoint import load_draft
 from ..eagle3.decode import Decoder
+from ..eagle3.graph_decode import GraphDecoder
 from ..eagle3.shapes import parse_shape
 from ..models.demo import demo_target_path
 from ..models.hf import read_json
@@ -42,6 +43,8 @@ class Session:
         if isinstance(draft, NgramDrafter) and tree not in ("auto", "off"):
             matches = 1 if tree.startswith("chain") else 4
             draft = NgramDrafter(num_draft=parse_shape(tree).nodes - 1, num_matches=matches)
+        if self.device.type == "cuda" and not isinstance(draft, NgramDrafter):
+            return GraphDecoder(self.target, draft, tree=tree)
         return Decoder(self.target, draft, tree=tree)
 
     def with_draft(self, given: Optional[str]) -> "Session":

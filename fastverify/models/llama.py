@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from ..attention.rope_append import rope_append
 from ..attention.tree_attention import tree_attention, workspace_for
 from ..comm.all_reduce_rms_norm import all_reduce_rms_norm
-from ..comm.linear_all_reduce import linear_all_reduce
+from ..comm.linear_all_reduce import linear_all_reduce, overlaps
+from ..linear.skinny_linear import ADD, SILU_MUL, skinny_linear, skinny_pays
+from ..linear.skinny_qkv import skinny_qkv
 from .batch import ForwardBatch, KVCache
 from .config import LoadError, ModelConfig
 from .linear import add_linear, linear
@@ -59,6 +61,7 @@ class LlamaModel:
         self.dtype, self.device = embed_weight.dtype, embed_weight.device
         # set by models/parallel.py: the communicator, this rank's token ids, and whether attention is split
         self.comm, self.vocab_range, self.split_heads = None, (0, config.vocab_size), False
+        self.prefetch = [(None, None)] * len(layers)  # what the sums after attention and MLP pull into L2 (prefetch_table)
         self.cos_sin = config.rope.cos_sin(config.head_dim, config.max_position).to(self.device)
 
     def make_cache(self, num_pages: int, page_size: int) -> KVCache:
@@ -82,6 +85,8 @@ class LlamaModel:
         rows, size, eps = h.shape[0], (c.hidden_size,), c.rms_norm_eps
         heads, width = (c.num_heads, c.num_kv_heads, c.num_kv_heads), c.intermediate_size
         aux = self._aux_buffer(rows, aux_layers)
+        if self.comm is None and self._skinny(h):
+            return self._forward_skinny(h, batch, cache, aux, aux_layers), aux
         x = F.rms_norm(h, size, self.layers[0].input_norm, eps)
         for i, w in enumerate(self.layers):
             self._keep_aux(aux, aux_layers, i, h)
@@ -94,26 +99,59 @@ class LlamaModel:
                 workspace = workspace_for(q, k_cache, batch.prefix_len.shape[0])
             a = tree_attention(q, k_cache, v_cache, batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
                                row_base=batch.row_base, schedule=batch.schedule, workspace=workspace)
-            x = self._add_norm(h, a.view(rows, -1), w.o, w.o_bias, w.post_norm, self.split_heads)
+            x = self._add_norm(h, a.view(rows, -1), w.o, w.o_bias, w.post_norm, self.split_heads, self.prefetch[i][0])
             gate_up = linear(x, w.gate_up, w.gate_up_bias)
             x = F.silu(gate_up[:, :width], inplace=True).mul_(gate_up[:, width:])
             after = self.layers[i + 1].input_norm if i + 1 < c.num_layers else self.norm
-            x = self._add_norm(h, x, w.down, w.down_bias, after, self.comm is not None)
+            x = self._add_norm(h, x, w.down, w.down_bias, after, self.comm is not None, self.prefetch[i][1])
         self._keep_aux(aux, aux_layers, c.num_layers, h)
         return x, aux
 
+    def _skinny(self, h: torch.Tensor) -> bool:
+        w = self.layers[0]
+        return skinny_pays(h, w.qkv, w.o, w.gate_up, w.down) and w.o_bias is None and w.down_bias is None
+
+    def _forward_skinny(self, h: torch.Tensor, batch: ForwardBatch, cache: KVCache, aux: Optional[torch.Tensor],
+                        aux_layers: tuple) -> torch.Tensor:
+        """The same network in five launches per layer: norms, RoPE, residual adds and SiLU-mul ride on the products."""
+        c, rows, eps = self.config, h.shape[0], self.config.rms_norm_eps
+        new = lambda width: torch.empty(rows, width, dtype=h.dtype, device=h.device)  # noqa: E731
+        q, act = new(c.num_heads * c.head_dim).view(rows, -1, c.head_dim), new(c.intermediate_size)
+        a = torch.empty_like(q)
+        heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
+        workspace = workspace_for(q, cache.k[0], batch.prefix_len.shape[0])
+        for i, w in enumerate(self.layers):
+            self._keep_aux(aux, aux_layers, i, h)
+            k_cache, v_cache = cache.k[i], cache.v[i]
+            if w.q_norm is None and c.head_dim % 16 == 0:
+                skinny_qkv(h, w.qkv, batch.positions, batch.slots, self.cos_sin, q, k_cache, v_cache, bias=w.qkv_bias,
+                           norm=w.input_norm, eps=eps)
+            else:
+                qkv = skinny_linear(h, w.qkv, bias=w.qkv_bias, norm=w.input_norm, eps=eps)
+                q, k, v = qkv.view(rows, -1, c.head_dim).split(heads, dim=1)
+                rope_append(q, k, v, batch.positions, batch.slots, self.cos_sin, k_cache, v_cache, q_norm=w.q_norm,
+                            k_norm=w.k_norm, eps=eps)
+            tree_attention(q, k_cache, v_cache, batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
+                           row_base=batch.row_base, schedule=batch.schedule, workspace=workspace, out=a)
+            skinny_linear(a.view(rows, -1), w.o, out=h, kind=ADD)
+            skinny_linear(h, w.gate_up, bias=w.gate_up_bias, norm=w.post_norm, out=act, eps=eps, kind=SILU_MUL)
+            skinny_linear(act, w.down, out=h, kind=ADD)
+        self._keep_aux(aux, aux_layers, c.num_layers, h)
+        return F.rms_norm(h, (c.hidden_size,), self.norm, eps)
+
     def _add_norm(self, h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor],
-                  norm: torch.Tensor, split: bool) -> torch.Tensor:
-        """h += x @ weight.T (+ bias), in place; returns RMSNorm(h) * norm. split: x and weight are one rank's columns."""
+                  norm: torch.Tensor, split: bool, prefetch: Optional[torch.Tensor]) -> torch.Tensor:
+        """h += x @ weight.T (+ bias), in place; returns RMSNorm(h) * norm. split: x and weight are one rank's columns: the sum
+        over ranks overlaps the product where cutting pays (prefill), else it is fused with residual and norm."""
         size, eps = (self.config.hidden_size,), self.config.rms_norm_eps
         if not split:
             add_linear(h, x, weight, bias)
             return F.rms_norm(h, size, norm, eps)
         bias = bias if self.comm.rank == 0 else None  # added once
-        if h.shape[0] >= self.comm.overlap_rows:
-            h += linear_all_reduce(x, weight, self.comm, bias=bias)
+        if overlaps(h.shape[0], weight, self.comm):
+            linear_all_reduce(x, weight, self.comm, bias=bias, residual=h)
             return F.rms_norm(h, size, norm, eps)
-        return all_reduce_rms_norm(linear(x, weight, bias), h, norm, self.comm, eps)
+        return all_reduce_rms_norm(linear(x, weight, bias), h, norm, self.comm, eps, prefetch=prefetch)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
