@@ -15,7 +15,6 @@ On a CPU the calls are timed one by one with the host's clock: look at ratios th
 
 import argparse
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import re
@@ -199,10 +198,8 @@ def write_rows(folder: Path, rows: list) -> Path:
 
 def show(title: str, rows: list) -> None:
     """A rich table on a terminal that has rich, else plain columns."""
-    out = Output()
-    out.out_terminal = out.out_terminal and importlib.util.find_spec("rich") is not None
     header, cells = table_rows(rows)
-    out.table(header, cells, title=title)
+    Output().table(header, cells, title=title)
 
 
 # ---- one benchmark ---------------------------------------------------------------------------------------------------------
