@@ -120,5 +120,5 @@ def test_more_than_two_to_the_31_elements():
 
 def test_a_small_workspace_raises_in_words(rng):
     case = verify_case(rng, batch=2, nodes=4, vocab=11, fixed_nodes=True)
-    with pytest.raises(RuntimeError, match="verify_tree: workspace must have at least 1316 bytes for 2 requests and 9 rows; got 5. Fix: "):
+    with pytest.raises(RuntimeError, match="verify_tree: workspace must have at least 2670720 bytes for 2 requests; got 5. Fix: "):
         run_op("cuda", "verify_tree", **{**case, "workspace": torch.zeros(5, dtype=torch.uint8)})
