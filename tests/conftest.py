@@ -120,7 +120,7 @@ def run_op(backend: str, op: str, **kwargs) -> dict:
     """Calls `op` on "reference", "cpu", "cuda", "emulated" or "triton" with clones of the mutable arguments.
 
     Returns {name: tensor on the CPU} of every mutable argument that was given (a list of tensors: {name: list}). Missing
-    keywords are passed as None.
+    keywords are passed as None, or as their default.
     """
     unknown = set(kwargs) - {a.name for a in schema(op)}
     assert not unknown, f"{op} has no argument {unknown}"
@@ -128,7 +128,7 @@ def run_op(backend: str, op: str, **kwargs) -> dict:
     device = device_of(backend)
     mutable, outputs, args = set(mutable_names(op)), {}, []
     for a in schema(op):
-        value = kwargs.get(a.name)
+        value = kwargs.get(a.name, a.default_value if a.has_default_value() else None)
         for t in value if isinstance(value, list) else [value]:
             if isinstance(t, torch.Tensor) and backend == "triton" and INTERPRETED and t.dtype in NOT_INTERPRETED:
                 pytest.skip(f"Triton's interpreter is wrong for {t.dtype}")
@@ -144,7 +144,7 @@ def run_op(backend: str, op: str, **kwargs) -> dict:
 
 def positional(op: str, **kwargs) -> tuple:
     """Keyword arguments -> the positional tuple opcheck wants."""
-    return tuple(kwargs.get(a.name) for a in schema(op))
+    return tuple(kwargs.get(a.name, a.default_value if a.has_default_value() else None) for a in schema(op))
 
 
 @pytest.fixture(params=BACKENDS)

@@ -11,7 +11,7 @@ from fastverify import _ops, reference
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(fastverify.__file__).parent  # the installed package, or fastverify/ of a source tree
 CSRC = ROOT / "csrc"
-STAGES = ("tree", "attention", "comm", "accept", "kv")
+STAGES = ("tree", "attention", "linear", "comm", "accept", "kv")
 OPS = re.findall(r'm\.def\(\s*"(\w+)\(', (CSRC / "ops.cpp").read_text())
 ENV_TABLE = re.compile(r"^\|\s*`(FASTVERIFY_\w+)`", re.M)
 

@@ -146,6 +146,7 @@ def captured_cycle(target, draft, shape, prompts: list) -> tuple:
         return None, False, "this build has no captured loop"
 
     def make():
+        target.filters = False  # greedy requests
         loop = GraphLoop(target, draft, shapes=(shape,), max_batch=1, max_length=512, stop_ids=[])
         loop._prepare((1, shape, False))
         graph = loop._graphs[(1, shape, False)]

@@ -130,6 +130,48 @@ FV_HD RequestKeys request_keys(int32_t cu0, int32_t cu1, int32_t prefix_len, int
     return r;
 }
 
+// ---- exact mode: a row as a decoding row of its own ------------------------------------------------------------
+// Its keys are the prefix, then the forest columns that it sees, in order: key position prefix + r is column
+// nth_column(sight, r). They are taken in chunks of kExactChunk positions from 0, folded in order, so that neither the
+// batch nor the tree decides about a bit of the row.
+constexpr int kExactChunk = 1024;
+
+// The r-th visible forest column (r from 0); -1: fewer are visible.
+FV_HD int64_t nth_column(const RowSight& s, int64_t r) {
+    if (!s.mask) return r < s.columns ? r : -1;
+    for (int64_t k = 0; k < s.words && 64 * k < s.columns; ++k) {
+        uint64_t word = forest_word(s, k);
+        const int count = count_bits(word);
+        if (r < count) {
+            for (; r > 0; --r) word &= word - 1;
+            return 64 * k + count_bits((word & (0 - word)) - 1);
+        }
+        r -= count;
+    }
+    return -1;
+}
+
+// `request`: of the row's request; `sight`: of the row, without a window; `row`: flat.
+FV_HD RequestKeys row_keys(const RequestKeys& request, const RowSight& sight, int32_t row, int64_t window) {
+    RequestKeys r{};
+    int64_t seen = sight.columns;
+    if (sight.mask) {
+        seen = 0;
+        for (int64_t k = 0; k < sight.words && 64 * k < sight.columns; ++k) seen += count_bits(forest_word(sight, k));
+    }
+    const int64_t end = request.prefix + seen, first = window > 0 && end > window ? end - window : 0;
+    r.row0 = row;
+    r.nodes = 1;
+    r.prefix = request.prefix;
+    r.columns = static_cast<int32_t>(seen);
+    r.end = static_cast<int32_t>(end);
+    r.first = static_cast<int32_t>(first);
+    r.begin = r.first / kUnitTokens * kUnitTokens;
+    r.units = 1;
+    return r;
+}
+FV_HD int64_t exact_chunks(int64_t positions) { return positions > 0 ? (positions + kExactChunk - 1) / kExactChunk : 1; }
+
 // tile_rows a power of two; nodes x group < 2^31.
 FV_HD int32_t row_tiles(int64_t nodes, int64_t group, int32_t tile_rows) {
     return static_cast<int32_t>(static_cast<uint32_t>(nodes * group + tile_rows - 1) / static_cast<uint32_t>(tile_rows));
@@ -175,22 +217,24 @@ FV_HD int32_t piece_slot(int32_t block, int32_t start, int32_t length) {
 
 // ---- the launch ----------------------------------------------------------------------------------------------
 struct AttentionLaunch {
+    int wgmma;            // 1: tree_attention_sm90.cuh
+    int threads;          // of a block
     int tile_rows;        // rows (node x query head of the group) that share one pass over the KV
     int stages;           // tiles of the cp.async ring
-    int blocks;           // of 128 threads; persistent
+    int blocks;           // persistent
     int least_units;      // of kUnitTokens per block
     int separate_merge;   // 1: few sequences, long: a second kernel merges, over the whole device
     int sequences;        // that such a merge has blocks for; more are taken in turn
     int64_t smem;         // dynamic shared memory, bytes
 };
 
-constexpr int kStaticSmem = 192;       // at most this much static shared memory
+constexpr int kStaticSmem = 256;       // at most this much static shared memory
 constexpr int kSystemSmem = 1024;      // what the system keeps of every block's shared memory
 
 constexpr int kMaxStages = 6;
 
 // Prefix sums of the requests' work, one int each and the total.
-FV_HD int64_t prefix_bytes(int64_t batch) {
+FV_HD constexpr int64_t prefix_bytes(int64_t batch) {
     return batch > kMaxSplitBatch ? 0 : ((batch + 1) * 4 + 127) / 128 * 128;
 }
 
@@ -208,11 +252,43 @@ FV_HD int least_stages(int64_t head_dim, int64_t tile_rows, int64_t stage_bytes)
     return static_cast<int>(stages > 2 ? stages : 2);
 }
 
-// head_dim 64, 128 or 256; kv_bytes per element of the cache: 1 or 2. rows / batch is taken as nodes of a request.
+// Shared memory of the sm_90a kernel: f16 copies of an fp8 tile's K and V; a few words.
+FV_HD constexpr int wgmma_wide_bytes(int head_dim, int kv_bytes) { return kv_bytes == 1 ? 2 * kUnitTokens * head_dim * 2 : 0; }
+constexpr int kWgmmaWords = 256;
+FV_HD constexpr int64_t wgmma_smem(int64_t batch, int tile_rows, int head_dim, int kv_bytes, int stages) {
+    return tile_rows * (2 * head_dim + 8) + wgmma_wide_bytes(head_dim, kv_bytes) + 2 * stages * kUnitTokens * head_dim * kv_bytes +
+           prefix_bytes(batch) + kWgmmaWords;
+}
+constexpr int kWgmmaFromRows = 33;     // packed rows of a request from which its products pay
+
+// How a line of `sequences` is merged.
+FV_HD void choose_merge(AttentionLaunch& a, int64_t sequences) {
+    a.separate_merge = sequences * 8 < a.blocks;
+    a.sequences = static_cast<int>(a.separate_merge ? sequences : 0);
+}
+
+// head_dim 64, 128 or 256; kv_bytes per element of the cache: 1 or 2. rows / batch is taken as nodes of a request. sm90: the
+// device and the cache can take the sm_90a kernel.
 FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_heads, int64_t group, int64_t head_dim, int kv_bytes,
-                                       int sms, int64_t max_smem) {
+                                       int sms, int64_t max_smem, bool sm90 = false) {
     AttentionLaunch a{};
     const int64_t nodes = batch > 0 ? (rows + batch - 1) / batch : 0;
+    a.least_units = 2;
+    if (sm90 && head_dim == 128 && nodes * group >= kWgmmaFromRows) {
+        const int tile = nodes * group > 64 ? 128 : 64;
+        const int64_t room = tile == 64 ? (max_smem + kSystemSmem) / 2 - kSystemSmem : max_smem;
+        a.wgmma = 1;
+        a.threads = 2 * tile;
+        a.tile_rows = tile;
+        a.stages = 2;
+        while (a.stages < kMaxStages && wgmma_smem(batch, tile, 128, kv_bytes, a.stages + 1) <= room) ++a.stages;
+        a.blocks = tile == 64 ? 2 * sms : sms;
+        a.blocks = a.blocks < kMaxBlocks ? a.blocks : kMaxBlocks;
+        a.smem = wgmma_smem(batch, tile, 128, kv_bytes, a.stages);
+        choose_merge(a, batch * kv_heads * row_tiles(nodes, group, tile));
+        return a;
+    }
+    a.threads = 128;
     const int64_t stage = 2 * tile_tokens(head_dim) * head_dim * kv_bytes;
     const int64_t one = max_smem - kStaticSmem;                                         // a block alone on its multiprocessor
     const int64_t half = (max_smem + kSystemSmem) / 2 - kSystemSmem - kStaticSmem;  // one of two
@@ -227,14 +303,34 @@ FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_h
     const int blocks = sms * (two ? 2 : 1);
     a.blocks = blocks < kMaxBlocks ? blocks : kMaxBlocks;
     a.smem = need(tile, a.stages);
-    a.least_units = 2;
-    const int64_t sequences = batch * kv_heads * row_tiles(nodes, group, tile);
-    a.separate_merge = sequences * 8 < a.blocks;
-    a.sequences = static_cast<int>(a.separate_merge ? sequences : 0);
+    choose_merge(a, batch * kv_heads * row_tiles(nodes, group, tile));
     return a;
 }
 
 constexpr int64_t kCounterBytes = 4096;  // at the start of every workspace, whatever the shape; must be zero between calls
+
+// Exact mode: a partial result per (row, kv head, tile of its query heads, chunk) of the heads that there are.
+struct ExactLaunch {
+    AttentionLaunch base;     // tile_rows, stages, smem
+    int tiles, tile_heads;    // of a kv head's query heads
+    int64_t chunks;           // that the page table can hold
+    int64_t groups;           // blocks per (row, kv head, tile) that take chunks in turn
+};
+FV_HD ExactLaunch exact_launch(int64_t rows, int64_t kv_heads, int64_t group, int64_t head_dim, int kv_bytes, int64_t capacity, int sms,
+                               int64_t max_smem) {
+    ExactLaunch e{};
+    e.base = attention_launch(1, 1, 1, 1, head_dim, kv_bytes, sms, max_smem);
+    e.tiles = row_tiles(1, group, e.base.tile_rows);
+    e.tile_heads = static_cast<int>(group < e.base.tile_rows ? group : e.base.tile_rows);
+    e.chunks = exact_chunks(capacity);
+    const int64_t items = rows * kv_heads * e.tiles, groups = (4 * sms + items - 1) / (items > 0 ? items : 1);
+    e.groups = groups < 1 ? 1 : groups < e.chunks ? groups : e.chunks;
+    return e;
+}
+FV_HD int64_t exact_partial_floats(int64_t tile_heads, int64_t head_dim) { return tile_heads * (head_dim + 2); }
+FV_HD int64_t exact_workspace(const ExactLaunch& e, int64_t rows, int64_t kv_heads, int64_t head_dim) {
+    return 4096 + rows * kv_heads * e.tiles * e.chunks * exact_partial_floats(e.tile_heads, head_dim) * 4;
+}
 
 // Bytes of the workspace: a counter per block, then two partial results per block.
 FV_HD int64_t partial_floats(int64_t tile_rows, int64_t head_dim) { return tile_rows * (head_dim + 2); }

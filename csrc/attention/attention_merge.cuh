@@ -42,6 +42,24 @@ __device__ __forceinline__ void store_out(const AttentionParams& p, const RowTar
     *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) = w;
 }
 
+// Rows that belong to no request: out 0, lse -inf.
+__device__ __forceinline__ void clear_padding(const AttentionParams& p) {
+    const int used = p.batch > 0 ? p.cu_nodes[p.batch] : 0, heads = p.kv_heads * p.group;
+#pragma unroll 1
+    for (int64_t row = (used < 0 ? 0 : used) + blockIdx.x; row < p.rows; row += gridDim.x) {
+#pragma unroll 1
+        for (int head = 0; head < heads; ++head) {
+#pragma unroll 1
+            for (int i = static_cast<int>(threadIdx.x); i < p.v_dim; i += static_cast<int>(blockDim.x)) {
+                const int64_t at = row * p.out_row + head * p.out_head + i;
+                if (p.q_type == Element::kF32) static_cast<float*>(p.out)[at] = 0.0f;
+                else static_cast<uint16_t*>(p.out)[at] = 0;
+            }
+            if (p.lse && threadIdx.x == 0) p.lse[row * p.lse_row + head] = -INFINITY;
+        }
+    }
+}
+
 // The partial results of a split sequence, one per piece.
 struct Partials {
     const float *first, *rest;
@@ -55,10 +73,10 @@ struct Partials {
     __device__ __forceinline__ const float* operator[](int j) const { return j == 0 ? first : rest + j * step; }
 };
 
-// All rows of a sequence, by the block that comes last. 128 threads; `weights`: kMergeBytes of shared memory not in use.
-template <int kHeadDim, int kRows>
+// All rows of a sequence, by the block that comes last, of kThreads. `weights`: kMergeBytes of shared memory not in use.
+template <int kHeadDim, int kRows, int kThreads = 128>
 __device__ __forceinline__ void merge_pieces(const AttentionParams& p, const Piece& piece, Pieces pieces, int length, float* weights) {
-    constexpr int kQuads = kHeadDim / 4, kStep = 128 / kQuads, kAtOnce = 8;  // rows between two quads of a thread
+    constexpr int kQuads = kHeadDim / 4, kStep = kThreads / kQuads, kAtOnce = 8;  // rows between two quads of a thread
     const Partials partials(p, piece.start, pieces, length, kRows, kHeadDim);
     const int stride = pieces.count + 1, quad = threadIdx.x % kQuads;
     int rows = kRows;  // at a time
@@ -115,8 +133,8 @@ __device__ __forceinline__ void merge_pieces(const AttentionParams& p, const Pie
     }
 }
 
-// The second launch where few sequences are split into many pieces. grid: rows of a tile x sequences; 4 warps share a
-// row's pieces. Cost: one read of the partial results.
+// The second launch where few sequences are split into many pieces. grid: rows of a tile x sequences x parts of kHeadDim
+// columns; 4 warps share a row's pieces. Cost: one read of the partial results.
 template <int kHeadDim>
 __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ AttentionParams p, int tile_rows) {
     __shared__ int scratch[16];
@@ -126,7 +144,7 @@ __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ Atte
     float4* sums = reinterpret_cast<float4*>(weights + (p.blocks + 3) / 4 * 4);           // [4][kHeadDim / 4]
     constexpr int kQuads = kHeadDim / 4, kPerLane = kQuads > 32 ? kQuads / 32 : 1, kAtOnce = 8 / kPerLane;
     const Line line = lay_out_work(p, tile_rows, prefix, scratch);
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, dims = p.v_dim, column = static_cast<int>(blockIdx.z) * kHeadDim;
     wait_for_previous_launch();  // in every case: what comes after this launch counts on both
     if (line.total == 0) return;
     const int length = line.cut.length, row = blockIdx.x;
@@ -145,11 +163,11 @@ __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ Atte
             piece.tile = local - piece.head * tiles;
             const RowTarget target = row_target(p, piece, tile_rows, row);
             if (pieces.count == 1 || !target.live) continue;
-            const Partials partials(p, start, pieces, length, tile_rows, kHeadDim);
+            const Partials partials(p, start, pieces, length, tile_rows, dims);
             float top = -INFINITY, sum = 0.0f;
 #pragma unroll 1
             for (int j = threadIdx.x; j < pieces.count; j += 128) {
-                const float m = __ldcg(partials[j] + tile_rows * kHeadDim + row);
+                const float m = __ldcg(partials[j] + tile_rows * dims + row);
                 weights[j] = m;
                 top = fmaxf(top, m);
             }
@@ -162,7 +180,7 @@ __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ Atte
             for (int j = threadIdx.x; j < pieces.count; j += 128) {
                 const float w = exp2_approx(weights[j] - shift);
                 weights[j] = w;
-                sum += w * __ldcg(partials[j] + tile_rows * (kHeadDim + 1) + row);
+                sum += w * __ldcg(partials[j] + tile_rows * (dims + 1) + row);
             }
             sum = warp_sum(sum);
             if (lane == 0) stats[warp][1] = sum;
@@ -178,7 +196,7 @@ __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ Atte
 #pragma unroll
                         for (int c = 0; c < kPerLane; ++c) {
                             v[i][c] = j < pieces.count
-                                ? __ldcg(reinterpret_cast<const float4*>(partials[j] + row * kHeadDim) + lane + 32 * c) : float4{};
+                                ? __ldcg(reinterpret_cast<const float4*>(partials[j] + row * dims + column) + lane + 32 * c) : float4{};
                         }
                     }
 #pragma unroll
@@ -196,14 +214,14 @@ __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ Atte
             __syncthreads();
             if (static_cast<int>(threadIdx.x) < kQuads) {
                 const float all = (stats[0][1] + stats[1][1]) + (stats[2][1] + stats[3][1]);
-                const float factor = finish_row(p, target, piece.head, top, all, threadIdx.x == 0);
+                const float factor = finish_row(p, target, piece.head, top, all, threadIdx.x == 0 && column == 0);
                 float4 v = {};
 #pragma unroll
                 for (int w = 0; w < 4; ++w) {
                     const float4 x = sums[w * kQuads + threadIdx.x];
                     v.x += x.x, v.y += x.y, v.z += x.z, v.w += x.w;
                 }
-                store_out(p, target, 4 * threadIdx.x, float4{v.x * factor, v.y * factor, v.z * factor, v.w * factor});
+                store_out(p, target, column + 4 * threadIdx.x, float4{v.x * factor, v.y * factor, v.z * factor, v.w * factor});
             }
             __syncthreads();
         }

@@ -11,7 +11,7 @@ enum class Element : int32_t { kF32, kBf16, kF16, kE4m3 };
 
 struct AttentionParams {
     const void* q;            // [rows, heads, head_dim] q_type
-    void* out;                // the same
+    void* out;                // [rows, heads, v_dim] q_type; v_dim = head_dim but for a latent cache
     float* lse;               // f32 [rows, heads] or null
     const unsigned char* k;   // [num_pages, page_size, kv_heads, head_dim] kv_type
     const unsigned char* v;
@@ -28,7 +28,9 @@ struct AttentionParams {
     int64_t k_page, k_slot, k_head, v_page, v_slot, v_head;
     int64_t rows, words, table_columns, num_pages, row_base, capacity;  // capacity: table_columns * page_size
     int64_t k_scale_stride, v_scale_stride;
-    int32_t batch, kv_heads, group, head_dim, page_size, window, blocks, stages, least_units, separate_merge;
+    int32_t batch, kv_heads, group, head_dim, v_dim, page_size, window, blocks, stages, least_units, separate_merge;
+    int32_t exact, exact_heads;   // exact mode; query heads of a partial result
+    int64_t exact_chunks;         // per (row, kv head, tile)
     Divider by_group, by_page_size;
     Element q_type, kv_type;
     float scale, softcap;     // scale times log2(e)

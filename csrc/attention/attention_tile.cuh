@@ -40,6 +40,11 @@ struct KvE4m3 : KvF16 {
     static constexpr int kBytes = 1;
 };
 
+template <class Kv>
+inline constexpr bool is_bf16 = false;
+template <>
+inline constexpr bool is_bf16<KvBf16> = true;
+
 template <int kHeadDim_, int kRows_, class Kv_>
 struct AttentionTile {
     using Kv = Kv_;

@@ -17,7 +17,7 @@ struct Line {
 };
 
 // prefix[b] = positions of the requests before b per kv head (padded units x row tiles), prefix[batch] of all. All
-// threads call it; `scratch`: 16 ints of shared memory.
+// threads call it (128 or more; the first 128 work); `scratch`: 16 ints of shared memory.
 __device__ __forceinline__ Line lay_out_work(const AttentionParams& p, int tile_rows, int* prefix, int* scratch) {
     if (p.partials == nullptr || p.batch > kMaxSplitBatch) return {0, {0, 1}};
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -32,7 +32,7 @@ __device__ __forceinline__ Line lay_out_work(const AttentionParams& p, int tile_
         size += static_cast<float>(units) * static_cast<float>(rows);
     }
     size = warp_sum(size), work = warp_sum(work), tiles = warp_sum(tiles), longest = warp_max(longest);
-    if (lane == 0) scratch[warp] = work, scratch[4 + warp] = tiles, scratch[8 + warp] = longest, scratch[12 + warp] = __float_as_int(size);
+    if (lane == 0 && warp < 4) scratch[warp] = work, scratch[4 + warp] = tiles, scratch[8 + warp] = longest, scratch[12 + warp] = __float_as_int(size);
     __syncthreads();
     work = (scratch[0] + scratch[1]) + (scratch[2] + scratch[3]);
     tiles = (scratch[4] + scratch[5]) + (scratch[6] + scratch[7]);
@@ -57,10 +57,10 @@ __device__ __forceinline__ Line lay_out_work(const AttentionParams& p, int tile_
         if (lane >= d) before += other;
     }
     __syncthreads();  // scratch has been read
-    if (lane == 31) scratch[warp] = before;
+    if (lane == 31 && warp < 4) scratch[warp] = before;
     __syncthreads();
     before -= sum;
-    for (int w = 0; w < warp; ++w) before += scratch[w];
+    for (int w = 0; w < min(warp, 4); ++w) before += scratch[w];
 #pragma unroll 1
     for (int b = begin; b < end; ++b) prefix[b] += before;
     const int total = (scratch[0] + scratch[1]) + (scratch[2] + scratch[3]);
@@ -74,6 +74,7 @@ struct Piece {
     int request, head, tile;   // tile: of tile_rows rows
     int begin, end;            // cache positions, begin a multiple of kUnitTokens
     int start, stop;           // the whole sequence on the line of work; stop 0: not split
+    int forest_columns;        // exact mode: of the row, seen or not
 };
 
 // The first request that ends beyond position `at` of the line.

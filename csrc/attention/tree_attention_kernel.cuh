@@ -8,11 +8,14 @@
 // others each row tests 64 bits of visible_positions(). Split sequences: partial results, merged in key order by the
 // block that comes last, or by merge_kernel. Cost: one read of the visible KV per row tile; one launch, or two.
 #pragma once
+#include <type_traits>
+
 #include "attention/attention_merge.cuh"
 
 namespace fv {
 
-template <class T>
+// kExact: a piece is one row's own keys in their order (row_keys), not a request's.
+template <class T, bool kExact = false>
 struct Attend {
     using Kv = typename T::Kv;
     const AttentionParams& p;
@@ -27,6 +30,10 @@ struct Attend {
     __device__ __forceinline__ Attend(const AttentionParams& params, unsigned char* shared)
         : p(params), q_smem(shared), ring(shared + T::kQBytes),
           seen(reinterpret_cast<uint64_t*>(ring + params.stages * T::kStage)), lane(threadIdx.x & 31), warp(threadIdx.x >> 5),
+          row_group(warp / T::kSplit), share(warp % T::kSplit) {}
+
+    __device__ __forceinline__ Attend(const AttentionParams& params, unsigned char* q_at, unsigned char* ring_at, uint64_t* seen_at)
+        : p(params), q_smem(q_at), ring(ring_at), seen(seen_at), lane(threadIdx.x & 31), warp(threadIdx.x >> 5),
           row_group(warp / T::kSplit), share(warp % T::kSplit) {}
 
     __device__ __forceinline__ void load_q(const Piece& piece) {
@@ -53,14 +60,23 @@ struct Attend {
     __device__ __forceinline__ int find_page(const Piece& piece, int tile_begin) {
         const int at = position_of(tile_begin);
         if ((lane & 15) >= T::kLoadTokens || at < piece.keys.first || at >= piece.end) return -1;
-        return p.table[piece.request * p.table_row + p.by_page_size.quotient(static_cast<unsigned>(at))];
+        return p.table[piece.request * p.table_row + p.by_page_size.quotient(static_cast<unsigned>(cell_position(piece, at)))];
+    }
+
+    // Where a key position lies in the cache.
+    __device__ __forceinline__ int cell_position(const Piece& piece, int at) {
+        if (!kExact || at < piece.keys.prefix) return at;
+        return piece.keys.prefix + static_cast<int>(max(nth_column(row_sight_of(piece), at - piece.keys.prefix), int64_t{0}));
+    }
+    __device__ __forceinline__ RowSight row_sight_of(const Piece& piece) {  // kExact
+        return RowSight{p.mask ? p.mask + piece.keys.row0 * p.mask_row : nullptr, p.words, piece.forest_columns, 0, 0};
     }
 
     // The token's row in K or V; null: no such cell.
     __device__ __forceinline__ const unsigned char* find_cell(const Piece& piece, int tile_begin, int page) {
         if (page < 0 || page >= p.num_pages) return nullptr;
         const bool is_k = lane < 16;
-        const unsigned at = static_cast<unsigned>(position_of(tile_begin));
+        const unsigned at = static_cast<unsigned>(cell_position(piece, position_of(tile_begin)));
         const int slot = static_cast<int>(at - p.by_page_size.quotient(at) * p.page_size);
         return (is_k ? p.k : p.v) + piece.head * (is_k ? p.k_head : p.v_head) + page * (is_k ? p.k_page : p.v_page) +
                slot * (is_k ? p.k_slot : p.v_slot);
@@ -137,7 +153,9 @@ struct Attend {
         for (int row = threadIdx.x; row < T::kRows; row += T::kThreads) {
             const RowTarget t = row_target(p, piece, T::kRows, row);
             uint64_t bits = 0;
-            if (t.live) {
+            if (kExact) {
+                bits = low_bits(piece.keys.end - start) & ~low_bits(piece.keys.first - start);
+            } else if (t.live) {
                 const RowSight sight = row_sight(p.mask ? p.mask + t.row * p.mask_row : nullptr, p.words,
                                                  p.row_base + t.row - piece.keys.row0, piece.keys.columns, piece.keys.prefix, p.window);
                 bits = visible_positions(sight, piece.keys.prefix, start);
@@ -154,7 +172,8 @@ struct Attend {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = row_group * T::kWarpRows + 16 * m + 8 * h + lane / 4;
-                const uint32_t bits = static_cast<uint32_t>(seen[row] >> token) >> 2 * (lane & 3);
+                using Bits = std::conditional_t<T::kSub == 64, uint64_t, uint32_t>;
+                const Bits bits = static_cast<Bits>(seen[row] >> token) >> 2 * (lane & 3);
 #pragma unroll
                 for (int n = 0; n < T::kNt; ++n) {
 #pragma unroll
@@ -237,29 +256,32 @@ struct Attend {
         }
     }
 
+    // Softcap, or a scale that is not positive: s becomes the scores in the log2 domain. Returns the scale that is left.
+    __device__ __forceinline__ float cap(float (&s)[T::kMt][T::kNt][4], float scale) {
+        if (p.softcap == 0.0f && scale > 0.0f) return scale;
+        const float inverse = p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f;
+#pragma unroll
+        for (int m = 0; m < T::kMt; ++m) {
+#pragma unroll
+            for (int n = 0; n < T::kNt; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const float x = s[m][n][e] * scale;  // log2 domain
+                    const float w = exp2_approx(-2.0f * fabsf(x) * inverse);  // exp(-2 |score| / softcap)
+                    s[m][n][e] = p.softcap > 0.0f ? p.softcap * kLog2E * copysignf(__fdividef(1.0f - w, 1.0f + w), x) : x;
+                }
+            }
+        }
+        return 1.0f;
+    }
+
     __device__ __forceinline__ void tile(const unsigned char* stage, bool masked, float scale) {
 #pragma unroll 1
         for (int sub = 0; sub < T::kWarpTokens; sub += T::kSub) {
             const int token = share * T::kWarpTokens + sub;
             float s[T::kMt][T::kNt][4];
             score(s, stage, token);
-            float factor = scale;
-            if (p.softcap > 0.0f || !(scale > 0.0f)) {
-                const float inverse = p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f;
-#pragma unroll
-                for (int m = 0; m < T::kMt; ++m) {
-#pragma unroll
-                    for (int n = 0; n < T::kNt; ++n) {
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) {
-                            const float x = s[m][n][e] * scale;  // log2 domain
-                            const float w = exp2_approx(-2.0f * fabsf(x) * inverse);  // exp(-2 |score| / softcap)
-                            s[m][n][e] = p.softcap > 0.0f ? p.softcap * kLog2E * copysignf(__fdividef(1.0f - w, 1.0f + w), x) : x;
-                        }
-                    }
-                }
-                factor = 1.0f;
-            }
+            const float factor = cap(s, scale);
             if (masked) mask(s, token);
             softmax(s, factor);
             add_values(s, stage + T::kStage / 2, token);
@@ -280,7 +302,7 @@ struct Attend {
     __device__ __forceinline__ void run(const Piece& piece) {
         const int stages = p.stages;
         int end = piece.end;
-        if (p.mask == nullptr) {  // a chain's last row sees the most
+        if (!kExact && p.mask == nullptr) {  // a chain's last row sees the most
             const int64_t last = static_cast<int64_t>(piece.tile + 1) * T::kRows / p.group + 1;
             end = static_cast<int>(min(static_cast<int64_t>(end), piece.keys.prefix + p.row_base + last));
         }
@@ -288,8 +310,8 @@ struct Attend {
         int page = tiles > 0 ? find_page(piece, piece.begin) : -1;
         load_q(piece);
         const float scale = p.scale * (p.k_scale ? p.k_scale[piece.head * p.k_scale_stride] : 1.0f);
-        const int free_end = piece.keys.prefix;  // tiles that end here or before hold prefix only
-        const int free_begin = p.window > 0 ? piece.keys.prefix + piece.keys.columns - p.window : 0;
+        const int free_end = kExact ? piece.keys.end : piece.keys.prefix;  // tiles that end here or before: seen by all rows
+        const int free_begin = kExact ? piece.keys.first : p.window > 0 ? piece.keys.prefix + piece.keys.columns - p.window : 0;
 #pragma unroll
         for (int m = 0; m < T::kMt; ++m) {
             top[m][0] = top[m][1] = -INFINITY;
@@ -328,6 +350,7 @@ struct Attend {
 
     // Merges the warps of a row group and writes out, or the partial result to `partial`.
     __device__ __forceinline__ void finish(const Piece& piece, float* partial) {
+        const int rows = kExact ? p.exact_heads : T::kRows;              // of a partial result
         float* stats = reinterpret_cast<float*>(q_smem);                 // [kSplit][kRows][2], then [kRows][2]
         float* total = stats + T::kSplit * T::kRows * 2;
         float* staged = reinterpret_cast<float*>(ring);                  // [kSplit][kRows][kHeadDim], quads swizzled
@@ -355,8 +378,10 @@ struct Attend {
                 all += stats[(w * T::kRows + row) * 2 + 1] * exp2_approx(stats[(w * T::kRows + row) * 2] - shift);
             }
             if (partial) {
-                partial[T::kRows * T::kHeadDim + row] = high;
-                partial[T::kRows * (T::kHeadDim + 1) + row] = all;
+                if (row < rows) {
+                    partial[rows * T::kHeadDim + row] = high;
+                    partial[rows * (T::kHeadDim + 1) + row] = all;
+                }
             } else {
                 const RowTarget t = row_target(p, piece, T::kRows, row);
                 total[2 * row + 1] = t.live ? finish_row(p, t, piece.head, high, all, true) : 0.0f;
@@ -403,7 +428,7 @@ struct Attend {
         };
         if (partial) {
 #pragma unroll 8
-            for (int row = first; row < T::kRows; row += kStep) {
+            for (int row = first; row < rows; row += kStep) {
                 __stcg(reinterpret_cast<float4*>(partial + row * T::kHeadDim) + quad, gather(row));
             }
             return;
@@ -417,24 +442,6 @@ struct Attend {
         }
     }
 };
-
-// Rows that belong to no request: out 0, lse -inf.
-__device__ __forceinline__ void clear_padding(const AttentionParams& p) {
-    const int used = p.batch > 0 ? p.cu_nodes[p.batch] : 0, heads = p.kv_heads * p.group;
-#pragma unroll 1
-    for (int64_t row = (used < 0 ? 0 : used) + blockIdx.x; row < p.rows; row += gridDim.x) {
-#pragma unroll 1
-        for (int head = 0; head < heads; ++head) {
-#pragma unroll 1
-            for (int i = static_cast<int>(threadIdx.x); i < p.head_dim; i += static_cast<int>(blockDim.x)) {
-                const int64_t at = row * p.out_row + head * p.out_head + i;
-                if (p.q_type == Element::kF32) static_cast<float*>(p.out)[at] = 0.0f;
-                else static_cast<uint16_t*>(p.out)[at] = 0;
-            }
-            if (p.lse && threadIdx.x == 0) p.lse[row * p.lse_row + head] = -INFINITY;
-        }
-    }
-}
 
 // grid: persistent; block: 128 threads; dynamic shared memory: prefix sums, Q, ring (attention_launch).
 template <class T>

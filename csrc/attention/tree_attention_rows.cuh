@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tree attention for what tensor-core tiles do not take (fp32, odd head dims, unaligned strides, mixed dtypes): one
-// block per (row, query head), fp32 arithmetic, keys in steps of 128, only the keys that the row sees are touched.
+// block per (row, query head), fp32 arithmetic, keys in steps of 128, only the keys that the row sees are touched; in exact mode
+// in the order of their positions.
 // Cost: every row reads its visible KV by itself.
 #pragma once
 #include "algo/convert.h"
@@ -17,8 +18,8 @@ __device__ __forceinline__ float load_element(const void* base, Element type, in
     return half_to_float(static_cast<uint16_t>(e4m3x2_to_f16x2(static_cast<const uint8_t*>(base)[i])));
 }
 
-// grid: rows x heads; dynamic shared memory: 2 x head_dim floats (q, then o).
-__global__ void __launch_bounds__(kRowsThreads) tree_attention_rows_kernel(const __grid_constant__ AttentionParams p) {
+// grid: rows x heads; dynamic shared memory: head_dim + v_dim floats (q, then o).
+static __global__ void __launch_bounds__(kRowsThreads) tree_attention_rows_kernel(const __grid_constant__ AttentionParams p) {
     __shared__ float weights[kRowsThreads], scratch[33];
     __shared__ int64_t cells[kRowsThreads];  // byte offset in V; -1: not seen
     float* q = reinterpret_cast<float*>(dynamic_shared());
@@ -31,20 +32,27 @@ __global__ void __launch_bounds__(kRowsThreads) tree_attention_rows_kernel(const
         if (p.cu_nodes[mid + 1] <= row) low = mid + 1; else high = mid;
     }
     if (low >= p.batch) return;  // padding: clear_padding_kernel
-    const RequestKeys keys = keys_of(p, low);
+    RequestKeys keys = keys_of(p, low);
     if (row < keys.row0 || row >= keys.row0 + keys.nodes) return;
     const RowSight sight = row_sight(p.mask ? p.mask + row * p.mask_row : nullptr, p.words, p.row_base + row - keys.row0, keys.columns,
-                                     keys.prefix, p.window);
+                                     keys.prefix, p.exact ? 0 : p.window);
+    if (p.exact) keys = row_keys(keys, sight, static_cast<int32_t>(row), p.window);  // `at` below counts the row's own keys
     for (int i = tid; i < p.head_dim; i += kRowsThreads) {
         q[i] = load_element(p.q, p.q_type, row * p.q_row + head * p.q_head + i);
-        o[i] = 0.0f;
     }
+    for (int i = tid; i < p.v_dim; i += kRowsThreads) o[i] = 0.0f;
     __syncthreads();
     const float scale = p.scale * (p.k_scale ? p.k_scale[kv_head * p.k_scale_stride] : 1.0f);
     float top = -INFINITY, sum = 0.0f;
     for (int64_t begin = keys.begin; begin < keys.end; begin += kRowsThreads) {
-        const int64_t at = begin + tid;
-        const bool seen = at < keys.end && (visible_positions(sight, keys.prefix, begin + (tid & 64)) >> (tid & 63) & 1);
+        int64_t at = begin + tid;
+        bool seen = at < keys.end;
+        if (p.exact) {
+            seen = seen && at >= keys.first;
+            if (seen && at >= keys.prefix) at = keys.prefix + nth_column(sight, at - keys.prefix);
+        } else {
+            seen = seen && (visible_positions(sight, keys.prefix, begin + (tid & 64)) >> (tid & 63) & 1);
+        }
         float s = -INFINITY;
         int64_t v_cell = -1;
         if (seen) {
@@ -66,7 +74,7 @@ __global__ void __launch_bounds__(kRowsThreads) tree_attention_rows_kernel(const
         cells[tid] = v_cell;
         sum = sum * alpha + block_reduce(w, [](float a, float b) { return a + b; }, scratch);
         top = now;
-        for (int i = tid; i < p.head_dim; i += kRowsThreads) {
+        for (int i = tid; i < p.v_dim; i += kRowsThreads) {
             float acc = o[i] * alpha;
 #pragma unroll 4
             for (int j = 0; j < kRowsThreads; ++j) {
@@ -77,7 +85,7 @@ __global__ void __launch_bounds__(kRowsThreads) tree_attention_rows_kernel(const
         __syncthreads();
     }
     const float factor = finish_row(p, {row, head, true}, kv_head, top, sum, tid == 0);
-    for (int i = tid; i < p.head_dim; i += kRowsThreads) {
+    for (int i = tid; i < p.v_dim; i += kRowsThreads) {
         const float y = sum == 0.0f ? 0.0f : o[i] * factor;
         const int64_t at = row * p.out_row + head * p.out_head + i;
         if (p.q_type == Element::kF32) static_cast<float*>(p.out)[at] = y;

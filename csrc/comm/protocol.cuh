@@ -24,13 +24,6 @@ constexpr int kSpinsBeforeNap = 8192;  // then __nanosleep between polls
 // Tags of small gathers older than this many calls are wiped, so that an epoch that comes round again (2^32 calls) meets none.
 constexpr uint32_t kWipeEvery = 1u << 20;
 
-// From here on the launch after this one in the stream may begin, if it is made to (Launch::run_overlapped).
-__device__ __forceinline__ void allow_next_launch() {
-#if !defined(FV_EMULATE) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 // Everything a kernel needs, by value. Virtual ranks share the slabs; their words lie *_step apart.
 struct CommArgs {
     CommRank first;

@@ -179,6 +179,11 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
     extern __shared__ __align__(128) unsigned char fv_dynamic_shared[];
     return fv_dynamic_shared;
 }
+// The same for kernels without static shared memory that place tiles in the 128-byte swizzle (wgmma.cuh).
+__device__ __forceinline__ unsigned char* dynamic_shared_aligned() {
+    extern __shared__ __align__(1024) unsigned char fv_aligned_shared[];
+    return fv_aligned_shared;
+}
 #endif
 
 }  // namespace fv

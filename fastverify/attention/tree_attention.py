@@ -5,7 +5,7 @@ from typing import Optional
 import torch
 
 from .. import _ops
-from .workspace import COUNTER_BYTES, workspace_bytes, workspace_for  # noqa: F401
+from .workspace import COUNTER_BYTES, exact_workspace_for, workspace_bytes, workspace_for  # noqa: F401
 
 
 def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, cu_nodes: torch.Tensor,
@@ -14,7 +14,7 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
                    sinks: Optional[torch.Tensor] = None, k_scale: Optional[torch.Tensor] = None,
                    v_scale: Optional[torch.Tensor] = None, schedule: Optional[torch.Tensor] = None,
                    out: Optional[torch.Tensor] = None, lse: Optional[torch.Tensor] = None,
-                   workspace: Optional[torch.Tensor] = None) -> torch.Tensor:
+                   workspace: Optional[torch.Tensor] = None, exact: bool = False) -> torch.Tensor:
     """Attention of q [R, Hq, D] (bf16|fp16|fp32, rows may be strided); returns out [R, Hq, D] in q's dtype.
 
     k_cache, v_cache [pages, page_size, Hkv, D] bf16|fp16|fp32|fp8 e4m3: position p of request b is at page
@@ -35,7 +35,9 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     fp16 (exact; q beyond +-65504 saturates).
     On the CPU a row's bits depend on its own keys only: not on the batch, the page size, the thread count, nor on whether
     its ancestors are tree columns or committed tokens.
-    On CUDA bits depend on the shapes, the lengths of the batch and the GPU; repeats are bit-equal.
+    On CUDA bits depend on the shapes, the lengths of the batch and the GPU; repeats are bit-equal. exact=True: as on the CPU, a
+    row has the bits of the plain decoding row at its position on that GPU (both calls exact); each row then reads its own KV,
+    and the workspace is exact_workspace_for's. The CPU op is always exact; the Triton version refuses it.
     Errors: RuntimeError for shapes, dtypes, devices; on the CPU also for bad cu_nodes, prefix_len or page ids, which the
     CUDA kernel clamps.
     Cost: one read of the visible KV per 96 rows of a kv head (CUDA: per 128 rows, 64 for head_dim 256); one launch, or two
@@ -46,8 +48,8 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if workspace is None:
-        workspace = workspace_for(q, k_cache, prefix_len.shape[0])
+        workspace = exact_workspace_for(q, k_cache, page_table) if exact else workspace_for(q, k_cache, prefix_len.shape[0])
     _ops.require_kernel("tree_attention", q.device)
     _ops.get("tree_attention")(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, schedule, sinks, k_scale, v_scale, out,
-                               lse, workspace, row_base, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
+                               lse, workspace, row_base, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap, exact)
     return out

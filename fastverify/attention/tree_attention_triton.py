@@ -219,8 +219,10 @@ def device_limits(device: torch.device) -> tuple:
 
 
 def tree_attention(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, schedule, sinks, k_scale, v_scale, out, lse,
-                   workspace, row_base, scale, window, softcap) -> None:
-    """The schema's positional arguments (csrc/ops.cpp); schedule and workspace are not used."""
+                   workspace, row_base, scale, window, softcap, exact=False) -> None:
+    """The schema's positional arguments (csrc/ops.cpp); schedule and workspace are not used; no exact mode."""
+    if exact:
+        raise RuntimeError(f"{OP}: exact must be False in the Triton version; got True. Fix: use a build with CUDA kernels.")
     check_arguments(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, sinks, out, lse, row_base, scale, window, softcap)
     (rows, heads, d), (pages, page_size, kv_heads, _), batch = q.shape, k_cache.shape, prefix_len.shape[0]
     k_step, v_step = (head_scale(OP, n, s, kv_heads, q) for n, s in (("k_scale", k_scale), ("v_scale", v_scale)))

@@ -33,7 +33,7 @@ def call(op: str, device: str, case: dict, function: "Callable | None" = None) -
     """Calls `op` on `device` ("reference": the oracle, or `function`) with clones of what it writes; {name: output}."""
     args, outputs = [], {}
     for a in arguments(op):
-        value = case.get(a.name)
+        value = case.get(a.name, a.default_value if a.has_default_value() else None)
         if isinstance(value, (torch.Tensor, list)):
             moved = [t.to("cpu" if device == "reference" else device) for t in ([value] if isinstance(value, torch.Tensor) else value)]
             if a.alias_info is not None and a.alias_info.is_write:
@@ -184,6 +184,24 @@ def tree_attention(device: str, rng) -> int:
     return len(kinds)
 
 
+@check("mla_tree_attention")
+def mla_tree_attention(device: str, rng) -> int:
+    kinds = [dict(), dict(chain=True), dict(dims=(576, 512), dtype=torch.bfloat16)]
+    for kind in kinds:
+        counts, prefix, heads, (dim, out_dim), page = [7, 0, 20], ints(0, 90, rng, 3), 4, kind.get("dims", (24, 16)), 16
+        dtype, (table, num_pages) = kind.get("dtype", torch.float32), pages(3, 120, page, rng)
+        cu, rows = cumulative(counts), sum(counts) + 1
+        parents = torch.cat([forest(counts, rng, 1), torch.full((1,), -1, dtype=I32)])
+        tree = Prepared.empty(rows, 3, 1)
+        reference.prepare_tree(parents, cu, prefix, table, *tree, page, 0)
+        case = dict(q=torch.randn(rows, heads, dim, generator=rng).to(dtype), kv_cache=torch.randn(num_pages, page, dim, generator=rng).to(dtype),
+                    mask=None if kind.get("chain") else tree.mask, cu_nodes=cu, prefix_len=prefix, page_table=table,
+                    out=torch.full((rows, heads, out_dim), math.nan, dtype=dtype), lse=torch.full((rows, heads), math.nan), row_base=0, scale=dim ** -0.5)
+        want = call("mla_tree_attention", "reference", case)
+        same(call("mla_tree_attention", device, case), want, dict(out=2e-5 if dtype == torch.float32 else 2e-2, lse=2e-5))
+    return len(kinds)
+
+
 def compact_case(rng) -> dict:
     counts, page = [5, 1, 9], 4
     table, num_pages = pages(3, 60, page, rng)
@@ -302,4 +320,4 @@ def verify_tree_shards(device: str, rng) -> int:
     return len(KINDS)
 
 
-from . import check_comm, check_sglang  # noqa: E402, F401  (they register their checks)
+from . import check_comm, check_loop, check_sglang  # noqa: E402, F401  (they register their checks)

@@ -1,10 +1,10 @@
-"""Oracle of the attention stage: rope_append and tree_attention in float64, one row at a time."""
+"""Oracle of the attention stage: rope_append, tree_attention and mla_tree_attention in float64, one row at a time."""
 
 import math
 
 import torch
 
-__all__ = ["rope_append", "tree_attention"]
+__all__ = ["mla_tree_attention", "rope_append", "tree_attention"]
 
 FP8_MAX = 448.0  # largest finite float8_e4m3fn; appended values saturate there
 
@@ -65,7 +65,7 @@ def visible_columns(mask, row: int, index: int, columns: int) -> list:
 
 
 def tree_attention(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, schedule, sinks, k_scale, v_scale,
-                   out, lse, workspace, row_base, scale, window, softcap) -> None:
+                   out, lse, workspace, row_base, scale, window, softcap, exact=False) -> None:
     """Every row on its own: gather its visible keys in position order, then softmax(q k) v. See csrc/ops.cpp."""
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     group = q.shape[1] // kv_heads
@@ -98,3 +98,14 @@ def tree_attention(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, 
                 total = torch.logaddexp(total, sinks.double())
             p = torch.where(s == -math.inf, 0.0, (s - total[:, None]).exp())
             out[row] = torch.einsum("hk,khd->hd", p, values).to(out.dtype)
+
+
+def mla_tree_attention(q, kv_cache, mask, cu_nodes, prefix_len, page_table, out, lse, workspace, row_base, scale) -> None:
+    """tree_attention with one kv head, whose value is the first dims of its key. See csrc/ops.cpp."""
+    keys = kv_cache.unsqueeze(2)
+    values = torch.zeros_like(keys)
+    values[..., : out.shape[2]] = keys[..., : out.shape[2]]
+    wide = torch.zeros(q.shape, dtype=out.dtype)
+    tree_attention(q, keys, values, mask, cu_nodes, prefix_len, page_table, None, None, None, None, wide, lse, None, row_base, scale,
+                   0, 0.0)
+    out.copy_(wide[..., : out.shape[2]])

@@ -19,7 +19,7 @@ PY
 )
 flags=(-std=c++20 -O2 -g1 -fPIC -ffp-contract=off -w -I csrc -I csrc/common -I tests/emulator -isystem "$cuda_include"
   -isystem "$torch/include" -isystem "$torch/include/torch/csrc/api/include" -DTORCH_TARGET_VERSION=0x020A000000000000ULL
-  -DUSE_CUDA=1 '-DFV_CUDA_ARCHS="emulated"' ${EMULATOR_FLAGS:-})
+  -DUSE_CUDA=1 -DFV_SM90A '-DFV_CUDA_ARCHS="emulated"' ${EMULATOR_FLAGS:-})
 newest() { find csrc tests/emulator -name '*.h' -newer "$1" -o -name '*.cuh' -newer "$1" | head -n 1; }
 pids=()
 objects=()

@@ -279,6 +279,7 @@ template <class A, class B> auto max(A a, B b) -> std::common_type_t<A, B> {
 namespace fv {
 
 inline unsigned char* dynamic_shared() { return emu::dynamic_memory; }
+inline unsigned char* dynamic_shared_aligned() { return emu::dynamic_memory; }
 
 }  // namespace fv
 

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a launch of mla_tree_attention looks like on a device: tiles by shared memory. Host and device, no torch.
+//
+// All heads of all nodes of a request are rows of one pass over its latent rows (512 + 64 dims, the first 512 also V).
+#pragma once
+#include "algo/attention_plan.h"
+
+namespace fv {
+
+constexpr int kLatentDims = 576, kLatentOut = 512;
+constexpr int kLatentRowBytes = 2 * kLatentDims;
+constexpr int kMlaThreads = 256;
+
+struct MlaLaunch {
+    AttentionLaunch base;   // tile_rows, stages, blocks (of kMlaThreads), least_units, separate_merge, sequences, smem
+    int tile_tokens;
+};
+
+// The 8 warps form tile_rows / 32 row groups; the warps of one group share the dims of a score.
+FV_HD constexpr int mla_split(int tile_rows) { return 8 / (tile_rows / 32); }
+
+FV_HD constexpr int64_t mla_scores_bytes(int tile_rows, int tile_tokens) {
+    return static_cast<int64_t>(mla_split(tile_rows)) * tile_rows * (tile_tokens + 4) * 4;
+}
+// Shared memory without the prefix sums: Q, the ring, partial scores, weights, a factor per row.
+FV_HD constexpr int64_t mla_smem(int tile_rows, int tile_tokens, int stages) {
+    return static_cast<int64_t>(tile_rows + stages * tile_tokens) * kLatentRowBytes + mla_scores_bytes(tile_rows, tile_tokens) +
+           tile_rows * tile_tokens * 2 + tile_rows * 8;
+}
+
+// rows / batch is taken as nodes of a request.
+FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int sms, int64_t max_smem) {
+    MlaLaunch m{};
+    const int64_t nodes = batch > 0 ? (rows + batch - 1) / batch : 0, room = max_smem - kStaticSmem - prefix_bytes(batch);
+    const int tile = nodes * heads > 32 && mla_smem(64, 16, 3) <= room ? 64 : 32;
+    const int tokens = mla_smem(tile, 32, 3) <= room ? 32 : 16;
+    int stages = 2;
+    while (stages < kMaxStages && mla_smem(tile, tokens, stages + 1) <= room) ++stages;
+    m.tile_tokens = tokens;
+    m.base.tile_rows = tile;
+    m.base.stages = stages;
+    m.base.blocks = sms < kMaxBlocks ? sms : kMaxBlocks;
+    m.base.least_units = 1;
+    m.base.smem = prefix_bytes(batch) + mla_smem(tile, tokens, stages);
+    m.base.threads = kMlaThreads;
+    choose_merge(m.base, batch * row_tiles(nodes, heads, tile));
+    return m;
+}
+
+}  // namespace fv

@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tree attention on sm_90a: the same pieces, masks, splits and merges as tree_attention_kernel.cuh, the products by wgmma.
+//
+// One warpgroup per 64 packed rows, one or two of them share the tiles of 64 tokens that pass through a ring of stages. Scores
+// and values stay in the registers of the row's warp, so the running softmax needs no other warp. fp8 tiles are converted to
+// f16 once per block, in shared memory. Cost: one read of the visible KV per 64 or 128 rows; one launch, or two.
+#pragma once
+#include "attention/tree_attention_kernel.cuh"
+#include "common/wgmma.cuh"
+
+namespace fv {
+
+template <int kHeadDim_, int kRows_, class Kv_>
+struct WgmmaTile {
+    using Kv = Kv_;
+    static constexpr int kHeadDim = kHeadDim_, kRows = kRows_, kThreads = 2 * kRows, kWarps = kThreads / 32;
+    static constexpr int kTokens = 64, kWarpRows = 16, kSplit = 1, kSub = 64;
+    static constexpr int kLoadTokens = kTokens / kWarps;
+    static constexpr int kMt = 1, kNt = kTokens / 8, kOt = kHeadDim / 8, kParts = kHeadDim / 64;
+    static constexpr int kKvRow = kHeadDim * Kv::kBytes, kQRow = kHeadDim * 2;
+    static constexpr int kStage = 2 * kTokens * kKvRow, kQBytes = kRows * kQRow;
+    static constexpr int kWideBytes = wgmma_wide_bytes(kHeadDim, Kv::kBytes);  // K and V of one tile in f16
+    static constexpr bool kQInRegisters = false;
+    static_assert(kHeadDim == 128 && (kRows == 64 || kRows == 128));
+};
+
+// Byte offset of chunk `chunk` of 8 dims of row `row`: blocks of 64 dims, each [rows][128 bytes].
+template <int kRowsOfBlock>
+__device__ __forceinline__ int block_offset(int row, int chunk) {
+    return (chunk >> 3) * (kRowsOfBlock * 128) + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
+}
+
+template <class T>
+struct AttendWgmma : Attend<T> {
+    using Kv = typename T::Kv;
+    using Base = Attend<T>;
+    using Base::lane, Base::warp, Base::o, Base::top, Base::sum, Base::p, Base::ring, Base::q_smem;
+    unsigned char* wide;
+
+    // shared: Q, f16 copies (fp8), the ring of stages, seen
+    __device__ __forceinline__ AttendWgmma(const AttentionParams& params, unsigned char* shared)
+        : Base(params, shared, shared + T::kQBytes + T::kWideBytes,
+               reinterpret_cast<uint64_t*>(shared + T::kQBytes + T::kWideBytes + params.stages * T::kStage)),
+          wide(shared + T::kQBytes) {}
+
+    __device__ __forceinline__ void load_q(const Piece& piece) {
+        constexpr int kChunks = T::kHeadDim / 8, kStep = T::kThreads / kChunks;
+        const int chunk = threadIdx.x % kChunks;
+#pragma unroll 4
+        for (int row = threadIdx.x / kChunks; row < T::kRows; row += kStep) {
+            const RowTarget t = row_target(p, piece, T::kRows, row);
+            const uint16_t* src = static_cast<const uint16_t*>(p.q) + (t.live ? t.row * p.q_row + t.head * p.q_head : 0) + chunk * 8;
+            unsigned char* to = q_smem + block_offset<T::kRows>(row, chunk);
+            if (Kv::kBytes == 2 || p.q_type == Element::kF16) {
+                cp_async_16(to, src, t.live);
+            } else {
+                const uint4 v = t.live ? *reinterpret_cast<const uint4*>(src) : uint4{0, 0, 0, 0};
+                *reinterpret_cast<uint4*>(to) = uint4{narrow(v.x), narrow(v.y), narrow(v.z), narrow(v.w)};
+            }
+        }
+    }
+    // Two bf16 as f16; beyond its range: the largest.
+    static __device__ __forceinline__ uint32_t narrow(uint32_t w) {
+        const float low = __uint_as_float(w << 16), high = __uint_as_float(w & 0xffff0000u);
+        return pack_f16(fminf(fmaxf(low, -65504.0f), 65504.0f), fminf(fmaxf(high, -65504.0f), 65504.0f));
+    }
+
+    // This warp's tokens of one tile into `stage`; cells that do not exist become zeros.
+    __device__ __forceinline__ void load_tile(unsigned char* stage, const unsigned char* cell) {
+        constexpr int kChunks = T::kKvRow / 16, kAtOnce = 32 / kChunks, kLoads = T::kLoadTokens / kAtOnce;
+        const unsigned there = __ballot_sync(kFullWarp, cell != nullptr);
+        const uint64_t mine = reinterpret_cast<uint64_t>(cell);
+        const int first = lane / kChunks, chunk = lane % kChunks;
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+            const int token = first + kAtOnce * i, row = warp * T::kLoadTokens + token;
+            const int at = Kv::kBytes == 2 ? block_offset<T::kTokens>(row, chunk) : row * T::kKvRow + chunk * 16;
+#pragma unroll
+            for (int v = 0; v < 2; ++v) {
+                const uint64_t from = __shfl_sync(kFullWarp, mine, token + 16 * v);
+                cp_async_16(stage + v * (T::kStage / 2) + at, reinterpret_cast<const unsigned char*>(from) + chunk * 16, there >> (token + 16 * v) & 1);
+            }
+        }
+    }
+
+    // fp8 tile of a stage -> f16 in `wide`, K then V.
+    __device__ __forceinline__ void widen(const unsigned char* stage) {
+        constexpr int kChunks = T::kKvRow / 16;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < 2 * T::kTokens * kChunks; i += T::kThreads) {
+            const int row = i / kChunks, chunk = i % kChunks, v = row / T::kTokens, token = row % T::kTokens;
+            const uint4 x = *reinterpret_cast<const uint4*>(stage + i * 16);
+            const uint4 low{e4m3x2_to_f16x2(x.x), e4m3x2_to_f16x2(x.x >> 16), e4m3x2_to_f16x2(x.y), e4m3x2_to_f16x2(x.y >> 16)};
+            const uint4 high{e4m3x2_to_f16x2(x.z), e4m3x2_to_f16x2(x.z >> 16), e4m3x2_to_f16x2(x.w), e4m3x2_to_f16x2(x.w >> 16)};
+            unsigned char* to = wide + v * (T::kWideBytes / 2);
+            const int swap = chunk >> 2 & 1;  // neighbours write different banks
+            *reinterpret_cast<uint4*>(to + block_offset<T::kTokens>(token, 2 * chunk + swap)) = swap ? high : low;
+            *reinterpret_cast<uint4*>(to + block_offset<T::kTokens>(token, 2 * chunk + 1 - swap)) = swap ? low : high;
+        }
+    }
+
+    __device__ __forceinline__ void tile(const Piece& piece, const unsigned char* k, int begin, bool masked, float scale) {
+        float s[1][T::kNt][4];
+        const int group = warp / 4;
+        const MatrixDescriptor a = matrix_descriptor(q_smem + group * 64 * 128, 1024), b = matrix_descriptor(k, 1024);
+        wgmma_hold(s[0]);
+        wgmma_fence();
+#pragma unroll
+        for (int part = 0; part < T::kParts; ++part) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const MatrixDescriptor left = advance(a, part * T::kRows * 128 + i * 32), right = advance(b, part * T::kTokens * 128 + i * 32);
+                if constexpr (is_bf16<Kv>) wgmma_ss_bf16(s[0], left, right, part + i > 0);
+                else wgmma_ss_f16(s[0], left, right, part + i > 0);
+            }
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_hold(s[0]);
+        const float factor = this->cap(s, scale);
+        if (masked) this->mask(s, 0);
+        this->softmax(s, factor);
+        const MatrixDescriptor v = matrix_descriptor(k + T::kTokens * T::kHeadDim * 2, 1024, T::kTokens * 128);
+        uint32_t w[T::kTokens / 16][4];
+#pragma unroll
+        for (int i = 0; i < T::kTokens / 16; ++i) {
+            w[i][0] = Kv::pack(s[0][2 * i][0], s[0][2 * i][1]);
+            w[i][1] = Kv::pack(s[0][2 * i][2], s[0][2 * i][3]);
+            w[i][2] = Kv::pack(s[0][2 * i + 1][0], s[0][2 * i + 1][1]);
+            w[i][3] = Kv::pack(s[0][2 * i + 1][2], s[0][2 * i + 1][3]);
+        }
+        wgmma_hold(o[0]);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < T::kTokens / 16; ++i) {
+            if constexpr (is_bf16<Kv>) wgmma_rs_bf16(o[0], w[i], advance(v, i * 2048), true);
+            else wgmma_rs_f16(o[0], w[i], advance(v, i * 2048), true);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_hold(o[0]);
+    }
+
+    __device__ __forceinline__ void run(const Piece& piece) {
+        const int stages = p.stages;
+        int end = piece.end;
+        if (p.mask == nullptr) {  // a chain's last row sees the most
+            const int64_t last = static_cast<int64_t>(piece.tile + 1) * T::kRows / p.group + 1;
+            end = static_cast<int>(min(static_cast<int64_t>(end), piece.keys.prefix + p.row_base + last));
+        }
+        const int tiles = end > piece.begin ? (end - piece.begin + T::kTokens - 1) / T::kTokens : 0;
+        int page = tiles > 0 ? this->find_page(piece, piece.begin) : -1;
+        load_q(piece);
+        const float scale = p.scale * (p.k_scale ? p.k_scale[piece.head * p.k_scale_stride] : 1.0f);
+        const int free_end = piece.keys.prefix;  // tiles that end here or before hold prefix only
+        const int free_begin = p.window > 0 ? piece.keys.prefix + piece.keys.columns - p.window : 0;
+        top[0][0] = top[0][1] = -INFINITY;
+        sum[0][0] = sum[0][1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < T::kOt; ++n) o[0][n][0] = o[0][n][1] = o[0][n][2] = o[0][n][3] = 0.0f;
+        unsigned char *into = ring, *from = ring, *const ring_end = ring + stages * T::kStage;
+#pragma unroll 1
+        for (int i = 1 - stages; i < tiles; ++i) {  // the first stages - 1 rounds only load
+            const int begin = piece.begin + i * T::kTokens, load = i + stages - 1;
+            if (i >= 0) {
+                this->wait(stages);
+                if (Kv::kBytes == 2) fence_shared_for_async();
+                __syncthreads();  // the tile is there, and the one before it has been read
+            }
+            if (load < tiles) {
+                load_tile(into, this->find_cell(piece, begin + (stages - 1) * T::kTokens, page));
+                if ((into += T::kStage) == ring_end) into = ring;
+                if (load + 1 < tiles) page = this->find_page(piece, begin + stages * T::kTokens);
+            }
+            cp_async_commit();
+            if (i < 0) continue;
+            if (Kv::kBytes == 1) {
+                widen(from);
+                fence_shared_for_async();
+                __syncthreads();
+            }
+            const bool masked = begin + T::kTokens > free_end || begin < free_begin;
+            if (masked) this->look(piece, begin);
+            tile(piece, Kv::kBytes == 2 ? from : wide, begin, masked, scale);
+            if ((from += T::kStage) == ring_end) from = ring;
+        }
+        cp_async_wait<0>();
+    }
+
+    // Writes the rows out, or the partial result to `partial`.
+    __device__ __forceinline__ void finish(const Piece& piece, float* partial) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            sum[0][h] += __shfl_xor_sync(kFullWarp, sum[0][h], 1);
+            sum[0][h] += __shfl_xor_sync(kFullWarp, sum[0][h], 2);
+            const int row = 16 * warp + 8 * h + lane / 4;
+            if (partial) {
+                if ((lane & 3) == 0) {
+                    __stcg(partial + T::kRows * T::kHeadDim + row, top[0][h]);
+                    __stcg(partial + T::kRows * (T::kHeadDim + 1) + row, sum[0][h]);
+                }
+                float* to = partial + row * T::kHeadDim + 2 * (lane & 3);
+#pragma unroll
+                for (int n = 0; n < T::kOt; ++n) __stcg(reinterpret_cast<float2*>(to + 8 * n), float2{o[0][n][2 * h], o[0][n][2 * h + 1]});
+            } else {
+                const RowTarget t = row_target(p, piece, T::kRows, row);
+                if (!t.live) continue;
+                const float factor = finish_row(p, t, piece.head, top[0][h], sum[0][h], (lane & 3) == 0);
+                uint16_t* to = static_cast<uint16_t*>(p.out) + t.row * p.out_row + t.head * p.out_head + 2 * (lane & 3);
+#pragma unroll
+                for (int n = 0; n < T::kOt; ++n) {
+                    const float x = o[0][n][2 * h] * factor, y = o[0][n][2 * h + 1] * factor;
+                    *reinterpret_cast<uint32_t*>(to + 8 * n) = p.q_type == Element::kBf16 ? pack_bf16(x, y) : pack_f16(x, y);
+                }
+            }
+        }
+    }
+};
+
+// grid: persistent; block: 2 threads per row; dynamic shared memory: Q, copies, ring, seen, prefix sums, a few words.
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, T::kRows == 64 ? 2 : 1) tree_attention_sm90_kernel(const __grid_constant__ AttentionParams p) {
+    unsigned char* shared = dynamic_shared_aligned();
+    unsigned char* rest = shared + T::kQBytes + T::kWideBytes + p.stages * T::kStage + T::kRows * 8;
+    int* prefix = reinterpret_cast<int*>(rest);
+    int* scratch = reinterpret_cast<int*>(rest + prefix_bytes(p.batch));
+    int* flag = scratch + 16;
+    Worker& worker = *reinterpret_cast<Worker*>(scratch + 18);
+    Piece& piece = *reinterpret_cast<Piece*>(scratch + 26);
+    static_assert(sizeof(Worker) <= 32 && 4 * 26 + sizeof(Piece) <= kWgmmaWords);
+    const Line line = lay_out_work(p, T::kRows, prefix, scratch);
+    if (threadIdx.x == 0) worker.start(line);
+    AttendWgmma<T> attend(p, shared);
+#pragma unroll 1
+    for (;;) {
+        if (threadIdx.x == 0) *flag = worker.next(p, prefix, T::kRows, piece);
+        __syncthreads();
+        if (!*flag) break;
+        attend.run(piece);
+        const Pieces pieces = piece.stop > 0 ? pieces_of(piece.start, piece.stop, worker.length) : Pieces{0, 1};
+        float* partial = pieces.count == 1 ? nullptr
+            : p.partials + piece_slot(blockIdx.x, piece.start, worker.length) * partial_floats(T::kRows, T::kHeadDim);
+        attend.finish(piece, partial);
+        if (partial && !p.separate_merge && last_block(p.counters + pieces.first, pieces.count, flag)) {
+            merge_pieces<T::kHeadDim, T::kRows, T::kThreads>(p, piece, pieces, worker.length, reinterpret_cast<float*>(attend.ring));
+        }
+        __syncthreads();
+    }
+    clear_padding(p);
+}
+
+}  // namespace fv
