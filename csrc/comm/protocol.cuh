@@ -94,6 +94,10 @@ struct Exchange {
     // After the sends: moves the epoch on.
     __device__ __forceinline__ void finish() const {
         __syncthreads();
+        advance();
+    }
+    // The same after another barrier of the block.
+    __device__ __forceinline__ void advance() const {
         const int step = blocks * static_cast<int>(blockDim.x);
 #pragma unroll 1
         for (int w = blockIdx.x + blocks * static_cast<int>(threadIdx.x); w < kEpochWords; w += step) state[kEpoch + w] = next_epoch();

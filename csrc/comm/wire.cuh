@@ -5,8 +5,11 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cmath>
 #include <cstring>
 #include <type_traits>
+
+#include "common/ptx.cuh"
 
 namespace fv {
 
@@ -69,6 +72,26 @@ struct Wire<__half> {
         return make_uint4(two(f[0], f[1]), two(f[2], f[3]), two(f[4], f[5]), two(f[6], f[7]));
     }
 };
+
+// 1 / sqrt(x), rounded to nearest.
+__device__ __forceinline__ float rsqrt_rn(float x) {
+#ifdef FV_EMULATE
+    return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x)));
+#else
+    return __frsqrt_rn(x);
+#endif
+}
+
+// Brings at most 1 KiB from p on into L2, or not: a hint.
+__device__ __forceinline__ void pull_into_l2(const char* p, int64_t bytes) {
+#if !defined(FV_EMULATE) && __CUDA_ARCH__ >= 900
+    const uint64_t begin = reinterpret_cast<uint64_t>(p) & ~uint64_t{15}, end = reinterpret_cast<uint64_t>(p) + bytes;
+    const uint32_t size = static_cast<uint32_t>(end - begin) & ~15u;
+    if (size > 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(size) : "memory");
+#else
+    for (int64_t i = 0; i < bytes; i += 128) prefetch_l2(p + i);
+#endif
+}
 
 // The vector one element further up (down): its first element comes in as (goes out from) the low bits.
 template <class T>
