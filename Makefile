@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=
 TRITON ?=
+QUICK ?=
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc fastverify CMakeLists.txt setup.py pyproject.toml -type f \
@@ -29,9 +30,10 @@ test:
 sanitize: $(VENV)/.dev
 	@bash .ci/sanitize.sh $(VENV)/bin/python
 
-# On a GPU machine: build for its card, GPU tests, benchmarks into benchmarks/results/. Installs nothing.
+# On a GPU machine: build for its card, GPU tests, benchmarks into benchmarks/results/, tables anew. Installs nothing.
+# QUICK=--quick: two shapes per op, nothing stored.
 gpu:
-	@bash .ci/gpu.sh $(PYTHON)
+	@bash .ci/gpu.sh $(PYTHON) $(QUICK)
 
 clean:
 	rm -rf build dist *.egg-info fastverify/*.so fastverify/build_info.json .pytest_cache .hypothesis

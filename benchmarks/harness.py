@@ -15,9 +15,10 @@ On a CPU the calls are timed one by one with the host's clock: look at ratios th
 
 import argparse
 import importlib.metadata
-import importlib.util
+import itertools
 import json
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any, Callable, NamedTuple, Optional, Sequence
 
 import torch
 
+from fastverify.cli.bench_tables import SCHEMA, key, table_rows
 from fastverify.cli.environment import command, environment
 from fastverify.cli.output import Output
 
@@ -37,6 +39,10 @@ COLD_L2S = 3           # bytes that pass between two uses of a buffer, in sizes 
 COLUMNS = ("op", "provider", "shape", "dtype", "median_us", "p20_us", "p80_us", "floor_us", "empty_us", "bytes", "copy_gb_s",
            "cold", "graph", "correct", "note", "command", "device", "date", "versions")
 PEERS = ("triton", "sglang-kernel", "flashinfer-python", "vllm")
+ROOT = Path(__file__).resolve().parents[1]
+# flag of every benchmark -> the axes that it sets, by their names in rows
+AXES = {"batch": ("B",), "nodes": ("N",), "vocab": ("V",), "prefix": ("KV", "kv"), "hidden": ("H",), "rows": ("rows",), "top": ("k",)}
+QUICK_SHAPES, QUICK_REPEATS = 2, 8
 
 
 class Timing(NamedTuple):
@@ -115,12 +121,13 @@ def _samples(run: Callable, calls: int, repeats: int, before: Optional[Callable]
     return [ms * 1e3 / calls for ms in timed(samples_within(warm[-1] * 1e-3, repeats))]
 
 
-def time_cuda(calls: Sequence[Callable], repeats: int, before: Optional[Callable] = None, graph: bool = True) -> Timing:
-    """`calls` in turn, at least MIN_CALLS of them, as one CUDA graph (or plain launches where graph=False)."""
+def time_cuda(calls: Sequence[Callable], repeats: int, before: Optional[Callable] = None, graph: bool = True,
+              min_calls: int = MIN_CALLS) -> Timing:
+    """`calls` in turn, at least `min_calls` of them, as one CUDA graph (or plain launches where graph=False)."""
     for call in calls:
         call()
     torch.cuda.synchronize()
-    sequence = [calls[i % len(calls)] for i in range(max(MIN_CALLS, len(calls)))]
+    sequence = [calls[i % len(calls)] for i in range(max(min_calls, len(calls)))]
     if not graph:
         return summary(_samples(lambda: [call() for call in sequence], len(sequence), repeats, before), False)
     captured = torch.cuda.CUDAGraph()
@@ -160,16 +167,18 @@ def slug(device_name: str, device_type: str) -> str:
     return "cpu" if device_type == "cpu" else re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
 
 
+def typed() -> str:
+    """The command of this process, the script as a path from the repository's root."""
+    script = Path(sys.argv[0]).resolve()
+    here = script.relative_to(ROOT).as_posix() if script.is_relative_to(ROOT) else script.name
+    return shlex.join(["python", here, *sys.argv[1:]]) if script.suffix == ".py" and script.stem != "__main__" else command()
+
+
 def without_paths(text: str) -> str:
     """The command without --out and with file names instead of paths: results are read on other machines."""
     words = re.sub(r"\s--out(=|\s+)\S+", "", text).split(" ")
     return " ".join(w if w.startswith("--") and "=" not in w else w.rsplit("/", 1)[-1] if w.startswith(("/", "~", ".")) else w
                     for w in words)
-
-
-def key(row: dict) -> tuple:
-    """What one row is about: a later run replaces the row with the same key."""
-    return row["op"], row["provider"], json.dumps(row["shape"], sort_keys=True), row["dtype"], row["cold"]
 
 
 def merge_rows(old: list, new: list) -> list:
@@ -183,51 +192,61 @@ def write_rows(folder: Path, rows: list) -> Path:
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     folder.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(r, allow_nan=False) for r in merge_rows(old, rows))
-    path.write_text('{"rows": [\n' + lines + "\n]}\n")
+    path.write_text(f'{{"schema": {SCHEMA}, "rows": [\n' + lines + "\n]}\n")
     return path
-
-
-def figure(us: Optional[float]) -> str:
-    return "" if us is None else f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
-
-
-def table_rows(rows: list) -> tuple:
-    """(header, cells) of the shown table. `against` is this row's median over that of the shape's first measured provider."""
-    axes = list(dict.fromkeys(a for r in rows for a in r["shape"]))
-    ops = len({r["op"] for r in rows}) > 1
-    header = [*(["op"] if ops else []), "provider", *axes, "dtype", "median us", "p20", "p80", "floor", "against", "correct", "note"]
-    first, cells = {}, []
-    for r in rows:
-        group = (r["op"], json.dumps(r["shape"], sort_keys=True), r["dtype"])
-        if r["median_us"] is not None:
-            first.setdefault(group, r["median_us"])
-        ratio = f"{r['median_us'] / first[group]:.2f}x" if r["median_us"] is not None and first[group] > 0 else ""
-        right = {True: "yes", False: "NO", None: ""}.get(r["correct"], str(r["correct"]))
-        note = "; ".join(x for x in (r["note"], "" if r["cold"] else "warm") if x)
-        cells.append([*([r["op"]] if ops else []), r["provider"], *(str(r["shape"].get(a, "")) for a in axes), r["dtype"], figure(r["median_us"]),
-                      figure(r["p20_us"]), figure(r["p80_us"]), figure(r["floor_us"]), ratio, right, note])
-    return header, cells
 
 
 def show(title: str, rows: list) -> None:
     """A rich table on a terminal that has rich, else plain columns."""
-    out = Output()
-    out.out_terminal = out.out_terminal and importlib.util.find_spec("rich") is not None
     header, cells = table_rows(rows)
-    out.table(header, cells, title=title)
+    Output().table(header, cells, title=title)
 
 
 # ---- one benchmark ---------------------------------------------------------------------------------------------------------
 
-def options(description: str) -> argparse.ArgumentParser:
-    """The options every benchmark has."""
+def options(description: str, skip: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The options every benchmark has. skip: axes that it defines itself."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="auto", help="cuda, cuda:1, cpu; auto (default): cuda where there is one")
     parser.add_argument("--out", type=Path, metavar="DIR", help="add the rows to DIR/<device>-<date>.json")
     parser.add_argument("--repeats", type=int, default=30, help="replays per measurement (default 30)")
     parser.add_argument("--warm", action="store_true", help="one buffer set only: inputs stay in the L2")
     parser.add_argument("--only", metavar="PROVIDER,...", help="measure these providers only")
+    parser.add_argument("--quick", action="store_true", help=f"the first {QUICK_SHAPES} shapes, {QUICK_REPEATS} replays")
+    axes = parser.add_argument_group("axes", "values that replace those of the table of shapes, where an op has the axis")
+    for flag, names in AXES.items():
+        if flag not in skip:
+            axes.add_argument(f"--{flag}", metavar="N,...", type=numbers, help=f"{' or '.join(names)}")
     return parser
+
+
+def numbers(text: str) -> list:
+    """"1,8" -> [1, 8]."""
+    found = [int(x) for x in text.split(",")]
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"must be positive; got {text}")
+    return found
+
+
+def with_axes(args: argparse.Namespace, shapes: Sequence, names: Sequence[str] = ()) -> list:
+    """The shapes to measure: `shapes` with every axis of the command line put in, each combination once; two under --quick.
+
+    shapes: dicts, or tuples (strings "1,16") of the axes `names`; the result has the same form.
+    """
+    as_dicts = [s if isinstance(s, dict) else dict(zip(names, map(int, s.split(",")) if isinstance(s, str) else s)) for s in shapes]
+    given = {axis: values for flag, axes in AXES.items() if (values := getattr(args, flag, None)) is not None and isinstance(values, list)
+             for axis in axes}
+    found = []
+    for shape in as_dicts:
+        mine = {axis: values for axis, values in given.items() if axis in shape}
+        for values in itertools.product(*mine.values()):
+            new = shape | dict(zip(mine, values))
+            if new not in found:
+                found.append(new)
+    found = found[:QUICK_SHAPES] if args.quick else found
+    if isinstance(shapes[0], dict):
+        return found
+    return [",".join(str(s[n]) for n in names) if isinstance(shapes[0], str) else tuple(s[n] for n in names) for s in found]
 
 
 class Bench:
@@ -236,6 +255,8 @@ class Bench:
     def __init__(self, op: str, args: argparse.Namespace) -> None:
         kind = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         self.op, self.args, self.device, self.rows = op, args, torch.device(kind), []
+        if args.quick:
+            args.repeats = min(args.repeats, QUICK_REPEATS)
         self.l2 = l2_bytes(self.device)
         self.bandwidth = copy_bandwidth(self.device, args.repeats)
         self.empty_us = empty_node(self.device, args.repeats)
@@ -243,13 +264,17 @@ class Bench:
         versions = {k: env[k] for k in ("fastverify", "torch", "python")} | {p: v for p in PEERS if (v := installed(p))}
         if torch.version.cuda and self.device.type == "cuda":
             versions["cuda"] = torch.version.cuda
-        self.about = dict(command=without_paths(command()), device=env["device"], device_type=env["device_type"],
+        self.about = dict(command=without_paths(typed()), device=env["device"], device_type=env["device_type"],
                           date=env["date"], versions=versions)
 
     def sets(self, nbytes: int) -> int:
         """How many buffer sets of `nbytes` (what one call reads and writes) to make: 1 under --warm, at most CPU_SETS on a CPU."""
         wanted = 1 if self.args.warm else buffer_sets(nbytes, self.l2)
         return wanted if self.device.type == "cuda" else min(wanted, CPU_SETS)
+
+    def shapes(self, shapes: Sequence, names: Sequence[str] = ()) -> list:
+        """The shapes to measure, see with_axes."""
+        return with_axes(self.args, shapes, names)
 
     def wanted(self, provider: str) -> bool:
         return not self.args.only or provider in self.args.only.split(",")
@@ -262,7 +287,7 @@ class Bench:
 
     def measure(self, provider: str, shape: dict, dtype: str, calls: Sequence[Callable], nbytes: int,
                 check: Optional[Callable[[], Any]] = None, before: Optional[Callable] = None, graph: bool = True,
-                note: str = "") -> Optional[dict]:
+                note: str = "", min_calls: int = MIN_CALLS, cold: Optional[bool] = None) -> Optional[dict]:
         """Times one provider on one shape and adds its row.
 
         calls   one callable per buffer set; in a graph each of them runs more than once
@@ -270,11 +295,12 @@ class Bench:
         check   looks at what the timed calls left behind: True, False, or a text such as "1 tie in 300"
         before  untimed work before every sample (e.g. restoring what an in-place op has changed)
         graph   False for calls that cannot be captured: they are launched one by one, and the row says so
+        min_calls, cold   for calls that are long, and that go through more memory than the L2 holds by themselves
         """
         if not self.wanted(provider):
             return None
         try:
-            t = (time_cuda(calls, self.args.repeats, before, graph) if self.device.type == "cuda"
+            t = (time_cuda(calls, self.args.repeats, before, graph, min_calls) if self.device.type == "cuda"
                  else time_host(calls, self.args.repeats, before))
             correct = check() if check else None
         except Exception as error:  # a peer that cannot run this shape is a row, not the end of the run
@@ -282,7 +308,7 @@ class Bench:
             return self.absent(provider, shape, dtype, f"failed: {first[:160]}")
         if self.device.type == "cuda" and not t.graph:
             note = "; ".join(x for x in (note, "no graph") if x)
-        return self._add(provider, shape, dtype, t, nbytes, correct, note, is_cold(len(calls), nbytes, self.l2))
+        return self._add(provider, shape, dtype, t, nbytes, correct, note, is_cold(len(calls), nbytes, self.l2) if cold is None else cold)
 
     def absent(self, provider: str, shape: dict, dtype: str, why: str) -> Optional[dict]:
         """A row without times: the provider is not installed, or does not support this."""

@@ -79,6 +79,18 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
         "mla_tree_attention(Tensor q, Tensor kv_cache, Tensor? mask, Tensor cu_nodes, Tensor prefix_len, "
         "Tensor page_table, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, SymInt row_base, float scale) -> ()");
 
+    // ---- linear -------------------------------------------------------------------------------
+    // Products of a few rows for models so small that launches cost more than weights. x [R,K] (norm [K]: RMSNorm of it,
+    // rounded), weight [N,K], bias [N]. kind 0: out [R,N] = product; 1: out += product, rounded once; 2: out [R,N/2] =
+    // silu(first half) * second half. The result of a row does not depend on the rows beside it. CUDA: bf16.
+    m.def(
+        "skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor(a!) out, float eps, int kind) -> ()");
+    // The merged QKV product, rounded, then what rope_append (neox, no norm per head) does: q [R,Hq,D] rotated, K and V to
+    // their slots. Rows with slot -1: nothing is touched.
+    m.def(
+        "skinny_qkv(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor positions, Tensor slots, Tensor cos_sin, "
+        "Tensor(a!) q, Tensor(b!) k_cache, Tensor(c!) v_cache, float eps) -> ()");
+
     // ---- comm ---------------------------------------------------------------------------------
     // comm: address of an fv_comm (csrc/comm/fv_comm.h), Communicator.handle. x of every rank, contiguous, same shape;
     // out = sum over ranks in rank order in fp32, rounded once: the same bits on every rank. Virtual communicators take
@@ -139,6 +151,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
         "compact_kv_layers(Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor path, "
         "Tensor num_tokens_out, Tensor prefix_len, Tensor page_table, Tensor? cu_nodes, Tensor? aux, "
         "Tensor(c!)? aux_out, Tensor(d!)? cu_out) -> ()");
+
+    // What one verify leaves for the next cycle, on the device: of every active request prefix_len += num_tokens_out, root =
+    // next_root, active = 0 where flags say that it is done. next_tokens gets the emitted tokens flat, then zeros. Plain cycles:
+    // pair_slots [R] i64 = where a row's features go in a table of P pairs per request (B*P: nowhere); pair_tokens i32 [B*P+1]
+    // and pair_count i32 [B] gain the pair. ring i32 [slots, words] (pinned host memory on a GPU): record sequence % slots is
+    // written (csrc/algo/next_inputs.h), its number last; sequence i64 [1] counts on the device. `first` is copied to the record.
+    m.def(
+        "next_inputs(Tensor out_tokens, Tensor num_tokens_out, Tensor path, Tensor next_root, Tensor flags, "
+        "Tensor cu_nodes, Tensor depth, Tensor(a!) active, Tensor(b!) prefix_len, Tensor(c!) root, "
+        "Tensor(d!)? next_tokens, Tensor(e!)? pair_slots, Tensor(f!)? pair_tokens, Tensor(g!)? pair_count, "
+        "Tensor(h!)? sequence, Tensor(i!)? ring, SymInt first) -> ()");
 
     // ---- SGLang's ops (fastverify.integrations.sglang): its names, argument order, dtypes and fills -------------
     // Ids int64 or int32 [B,N]; links are local, -1 none; retrive_index holds flat ids b*N+i. predicts i32 [>=B*N] is written

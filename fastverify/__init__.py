@@ -11,16 +11,19 @@ _WHERE = {  # public name -> module
     "mla_tree_attention": "attention.mla_tree_attention",
     "Rule": "accept.rule", "Flag": "accept.rule", "Sampling": "accept.verify_tree", "Verified": "accept.verify_tree",
     "verify_tree": "accept.verify_tree", "verify_tree_workspace": "accept.verify_tree",
+    "skinny_linear": "linear.skinny_linear", "skinny_qkv": "linear.skinny_qkv",
     "verify_tree_workspace_bytes": "accept.verify_tree", "lm_head_verify_tree": "accept.lm_head_verify_tree",
     "verify_tree_partials": "accept.verify_tree_partials", "partial_words": "accept.verify_tree_partials",
     "verify_tree_combine": "accept.verify_tree_combine", "verify_tree_sharded": "accept.verify_tree_combine",
     "all_reduce": "comm.all_reduce", "all_reduce_rms_norm": "comm.all_reduce_rms_norm",
     "all_gather_small": "comm.all_gather_small", "linear_all_reduce": "comm.linear_all_reduce", "Communicator": "comm.communicator",
     "CommunicatorError": "comm.communicator",
-    "compact_kv": "kv.compact_kv", "compact_kv_layers": "kv.compact_kv_layers", "VerifyPlan": "plan",
+    "compact_kv": "kv.compact_kv", "compact_kv_layers": "kv.compact_kv_layers", "next_inputs": "kv.next_inputs",
+    "Ring": "eagle3.ring", "VerifyPlan": "plan",
     "ForwardBatch": "models.batch", "KVCache": "models.batch",
     "load_target": "models.load", "load_tokenizer": "models.load", "load_draft": "eagle3.checkpoint",
-    "Decoder": "eagle3.decode", "SamplingParams": "eagle3.decode",
+    "Decoder": "eagle3.decode", "GraphDecoder": "eagle3.graph_decode", "GraphLoop": "eagle3.graph_loop",
+    "SamplingParams": "eagle3.decode",
 }
 __all__ = ["__version__", *sorted(_WHERE)]
 

@@ -22,6 +22,7 @@ class VerifyPlan:
     next_tokens int32 [B*D + 1]        the emitted tokens, flat by cu_out (the last entry takes what is cut)
     extend      Prepared               positions, slots and schedule of the draft's extend over those rows
     grow        GrowBuffers or None    what an EAGLE-3 draft phase of beams `k` and `levels` writes; owns the tree then
+    ranks       int64 [B]: 1, 2, ... B
     no_pool     one dead pool entry per request: build_tree with it gives the bare root (plain decoding)
 
     Creating a plan also runs the probe op once, so that nothing is loaded later inside a graph capture.
@@ -42,7 +43,7 @@ class VerifyPlan:
         self.prepared = Prepared(slots=torch.full((rows,), -1, dtype=torch.int64, device=device),
                                  schedule=torch.zeros(batch + 3, **i32), flags=torch.zeros(batch, **i32))
         self.out = Verified.empty(batch, max_path, device, logprobs)
-        self.verify_workspace = verify_tree_workspace(batch, rows, device)
+        self.verify_workspace = verify_tree_workspace(batch, device)
         self.aux_out = torch.zeros(out_rows, aux_width, dtype=dtype, device=device) if aux_width else None
         self.cu_out = torch.zeros(batch + 1, **i32)
         self.next_tokens = torch.zeros(out_rows + 1, **i32)
@@ -52,6 +53,7 @@ class VerifyPlan:
         self.no_pool = (torch.full((batch, 1), -torch.inf, device=device), torch.zeros(batch, 1, **i32),
                         torch.full((batch, 1), -1, **i32))
         self._column = torch.arange(max_path, **i32)
+        self.ranks = torch.arange(1, batch + 1, dtype=torch.int64, device=device)
         probe = torch.zeros(1, device=device)
         _ops.require_kernel("probe", probe.device)
         _ops.get("probe")(probe, probe.clone())

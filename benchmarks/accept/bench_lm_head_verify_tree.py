@@ -77,7 +77,7 @@ def measure(bench: Bench, head: tuple, nodes: int, law: str, weights: list) -> N
     if not _ops.has_kernel("verify_tree", bench.device.type):
         return
     make_verify = getattr(modules["fastverify.accept.verify_tree"], "verify_tree_workspace", None)
-    verify_space = make_verify(1, nodes, bench.device) if make_verify and cuda else None
+    verify_space = make_verify(1, bench.device) if make_verify and cuda else None
     verify = _ops.get("verify_tree")
 
     def both(gemm, step) -> None:
@@ -91,13 +91,12 @@ def main() -> int:
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--law", default=",".join(LAWS), help="greedy,temperature,top-k+top-p (default: all)")
     parser.add_argument("--head", action="append", metavar="H,V", help="instead of the table's; may be repeated")
-    parser.add_argument("--nodes", default=",".join(map(str, NODES)))
     args = parser.parse_args()
     bench = Bench("lm_head_verify_tree", args)
-    for head in [tuple(map(int, x.split(","))) for x in args.head or []] or HEADS:
+    for head in bench.shapes([tuple(map(int, x.split(","))) for x in args.head or []] or HEADS, "HV"):
         h, v = head
         weights = [(torch.randint(-3, 4, (v, h), dtype=torch.int8, device=bench.device).bfloat16() / 4) for _ in range(bench.sets(2 * h * v))]
-        for nodes in map(int, args.nodes.split(",")):
+        for (nodes,) in bench.shapes([(n,) for n in NODES], "N"):
             for law in args.law.split(","):
                 measure(bench, head, nodes, law, weights)
     return bench.finish()

@@ -81,14 +81,14 @@ def main() -> int:
     args = options(__doc__.splitlines()[0]).parse_args()
     bench, rng = Bench("sglang", args), torch.Generator().manual_seed(3)
     sgl = load_sglang() if bench.device.type == "cuda" else None
-    for batch, nodes, vocab in SHAPES if bench.device.type == "cuda" else ((2, 8, 1000),):
+    for batch, nodes, vocab in bench.shapes(SHAPES if bench.device.type == "cuda" else ((2, 8, 1000),), "BNV"):
         most = chain_depth(nodes)
         for accepted in (0, 3, most):
             row = 4 * vocab * batch
             room = max(2, 2**33 // (8 * vocab * batch * nodes))  # 8 GiB of probabilities
             sets = [sampling_set(rng, batch, nodes, vocab, accepted, bench.device) for _ in range(min(bench.sets(row), room))]
             compare(bench, "tree_speculative_sampling_target_only", dict(B=batch, N=nodes, V=vocab, accepted=accepted), sets, row, sgl, "float32")
-    for batch, nodes in ((1, 16), (1, 64), (8, 32), (32, 16), (64, 64)):
+    for batch, nodes in bench.shapes(((1, 16), (1, 64), (8, 32), (32, 16), (64, 64)), "BN"):
         shape = dict(B=batch, N=nodes)
         makers = {"verify_tree_greedy": (lambda: greedy_case(rng, batch, nodes, 8), 40 * batch * nodes),
                   "build_tree_kernel_efficient": (lambda: build_case(rng, batch, nodes, 8, 6, 1), batch * nodes * (nodes + 40)),

@@ -69,7 +69,7 @@ def main() -> int:
     on_gpu = bench.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     q_heads, kv_heads, d = map(int, args.heads.split(","))
-    for text in args.shapes:
+    for text in bench.shapes(args.shapes, ("B", "N")):
         rows = rows_of(text)
         for norm, cache in ((False, dtype), (True, dtype), (True, torch.float8_e4m3fn)):
             shape = dict(R=rows, Hq=q_heads, Hkv=kv_heads, D=d, norm=norm, cache=str(cache).removeprefix("torch."))

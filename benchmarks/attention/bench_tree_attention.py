@@ -52,7 +52,7 @@ def main() -> int:
     if on_gpu:
         providers |= {"triton": lambda s: ours(s, args.page_size, "triton"), "xqa": peers.xqa,
                       "fa2": lambda s: peers.fa2(s, args.page_size), "flex": peers.flex}
-    for text in args.shapes:
+    for text in bench.shapes(args.shapes, ("B", "N", "KV")):
         batch, nodes, prefix = map(int, text.split(","))
         shape = dict(B=batch, N=nodes, KV=prefix, Hq=heads[0], Hkv=heads[1], D=heads[2])
         nbytes = inputs.bytes_of(batch, nodes, prefix, *heads, dtype.itemsize)

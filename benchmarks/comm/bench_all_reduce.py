@@ -112,11 +112,23 @@ def measure(me: Rank, bench, comms: dict, nccl) -> None:
             me.row(bench, "NCCL + add + norm", "all_reduce_rms_norm", shape, x.dtype, step, lambda: True)
 
 
-def worker(rank: int, args, port: int) -> None:
+def join(rank: int, args, port: int) -> Rank:
+    """This process as one of the ranks."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=args.world)
     me = Rank(rank, args)
     args.device = str(me.device)
+    return me
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def worker(rank: int, args, port: int) -> None:
+    me = join(rank, args, port)
     bench = Bench("all_reduce", args) if rank == 0 else None
     comms = {t: Communicator(device=me.device, backend=t, max_bytes=max(args.rows) * args.hidden * 2) for t in args.transports}
     nccl = dist.new_group(backend="nccl") if not args.same_gpu and not args.no_nccl else None
@@ -131,7 +143,7 @@ def worker(rank: int, args, port: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = options("all_reduce of real ranks against NCCL")
+    parser = options("all_reduce of real ranks against NCCL", skip=("rows", "hidden"))
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--rows", type=lambda s: [int(v) for v in s.split(",")], default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--hidden", type=int, default=7168)
@@ -139,7 +151,4 @@ if __name__ == "__main__":
     parser.add_argument("--same-gpu", action="store_true", help="all ranks on GPU 0; start nvidia-cuda-mps-control first")
     parser.add_argument("--no-nccl", action="store_true")
     arguments = parser.parse_args()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        free_port = s.getsockname()[1]
-    mp.spawn(worker, (arguments, free_port), nprocs=arguments.world)
+    mp.spawn(worker, (arguments, free_port()), nprocs=arguments.world)

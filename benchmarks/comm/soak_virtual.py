@@ -1,4 +1,12 @@
-"""Virtual ranks under random sizes, dtypes, forms and delays, checked every call: python soak_virtual.py SECONDS [SEED]."""
+"""Virtual ranks under random sizes, dtypes, forms and delays; every element of every call is checked.
+
+    python benchmarks/comm/soak_virtual.py CALLS [SEED]
+
+Calls run as CUDA graphs of CHAIN random calls each, replayed with new inputs every time (drawn inside the graph); a graph
+ends by comparing all its results with the sums in rank order. Each setting has its world size, transport, dtype, number of
+blocks and first epoch (near 2^31 and 2^32 too), and two such graphs that take turns on one communicator. In every second
+setting random ranks stall at random vectors for up to 30 us (the kernels with test hooks).
+"""
 
 import sys
 import time
@@ -8,51 +16,105 @@ import torch
 from fastverify import Communicator, all_gather_small, all_reduce, all_reduce_rms_norm
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_BYTES = 1 << 17
+CHAIN = 100
+STALL = 1
 
 
-def main(seconds: float, seed: int) -> int:
-    g = torch.Generator(device="cuda").manual_seed(seed)
-    cpu = torch.Generator().manual_seed(seed)
-    calls, wrong = 0, torch.zeros((), dtype=torch.int64, device="cuda")
-    start = time.time()
-    while time.time() - start < seconds:
-        world = int(torch.randint(2, 9, (), generator=cpu))
-        transport = "peer" if torch.rand((), generator=cpu) < 0.7 else "host"
-        epoch = [1, (1 << 31) - 50, (1 << 32) - 50][int(torch.randint(0, 3, (), generator=cpu))]
-        comm = Communicator.make_virtual(world, "cuda", 1 << 17, transport=transport, epoch=epoch)
-        for _ in range(400):
-            dtype = DTYPES[int(torch.randint(0, 3, (), generator=cpu))]
-            n = int(torch.randint(1, (1 << 17) // dtype.itemsize + 1, (), generator=cpu))
-            if torch.rand((), generator=cpu) < 0.5:
-                n = max(1, min((1 << 17) // dtype.itemsize, 64 * world * int(torch.randint(1, 20, (), generator=cpu)) + int(torch.randint(-8, 9, (), generator=cpu))))
-            comm._handle.set_one_shot_bytes(0 if torch.rand((), generator=cpu) < 0.5 else comm.max_bytes)
-            kind = int(torch.randint(0, 4, (), generator=cpu))
-            if kind == 0:
-                x = torch.randint(-128, 127, (world, min(n, 60000)), device="cuda", generator=g, dtype=torch.int8)
-                wrong += (all_gather_small(x, comm) != x.unsqueeze(0)).sum()
-            elif kind == 1:
-                h = 8 * int(torch.randint(1, 900, (), generator=cpu))
-                rows = max(1, min(5, (1 << 17) // dtype.itemsize // h))
-                x = torch.randn(world, rows, h, device="cuda", generator=g).to(dtype)
-                r = torch.randn(1, rows, h, device="cuda", generator=g).to(dtype).expand(world, -1, -1).contiguous()
-                total = x[0].float()
-                for part in x[1:]:
-                    total = total + part.float()
-                want = (r[0].float() + total.to(dtype).float()).to(dtype)
-                out = all_reduce_rms_norm(x, r, torch.ones(h, device="cuda", dtype=dtype), comm)
-                wrong += (r != want).sum() + (out != out[:1]).sum()
-            else:
-                x = torch.randn(world, n, device="cuda", generator=g).to(dtype)
-                total = x[0].float()
-                for part in x[1:]:
-                    total = total + part.float()
-                wrong += (all_reduce(x, comm) != total.to(dtype)).sum()
-            calls += 1
+class Setting:
+    """One communicator and graphs of random calls on it."""
+
+    def __init__(self, pick, number: int):
+        self.pick, self.world = pick, 2 + number % 7
+        self.dtype = DTYPES[number // 7 % 3]
+        self.stalls = number % 2 == 1
+        transport = ("peer", "host")[number // 2 % 2]
+        epoch = [1, (1 << 31) - 1000, (1 << 32) - 1000][pick(3)]
+        self.comm = Communicator.make_virtual(self.world, "cuda", MAX_BYTES, transport=transport, epoch=epoch,
+                                              blocks=(1, 3, 8, 16)[pick(4)], hooks=self.stalls)
+        self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        self.keep = []
+        self.graphs = [self.capture() for _ in range(2)]
+
+    def elements(self) -> int:
+        most = MAX_BYTES // self.dtype.itemsize
+        if self.pick(3) == 0:  # around a boundary: a vector, a slice, a block
+            return max(1, min(most, 8 * self.world * (1 + self.pick(64)) + self.pick(17) - 8))
+        return 1 + self.pick(most >> self.pick(7))
+
+    def call(self) -> tuple:
+        """(run, inputs to fill, pairs of (got, want) to compare, each a function of nothing)."""
+        comm, w = self.comm, self.world
+        kind = self.pick(5)
+        if kind == 0:
+            x = torch.zeros(w, 1 + self.pick(3000), device="cuda", dtype=self.dtype)
+            out = torch.zeros(w, *x.shape, device="cuda", dtype=self.dtype)
+            return lambda: all_gather_small(x, comm, out), x, lambda: (out != x).sum()
+        if kind == 1:
+            hidden = 1 + self.pick(7168)
+            rows = max(1, min(9, MAX_BYTES // self.dtype.itemsize // hidden))
+            x = torch.zeros(w, rows, hidden, device="cuda", dtype=self.dtype)
+            residual, out, weight = torch.zeros_like(x), torch.zeros_like(x), torch.ones(hidden, device="cuda", dtype=self.dtype)
+
+            def run():
+                residual.fill_(0.5)
+                all_reduce_rms_norm(x, residual, weight, comm, out=out)
+            return run, x, lambda: (residual != (0.5 + fold(x).float()).to(self.dtype)).sum() + (out != out[:1]).sum()
+        x = torch.zeros(w, self.elements(), device="cuda", dtype=self.dtype)
+        out = torch.zeros_like(x)
+        return lambda: all_reduce(x, comm, out), x, lambda: (out != fold(x)).sum()
+
+    def capture(self) -> torch.cuda.CUDAGraph:
+        calls = [self.call() for _ in range(CHAIN)]
+        limits = [self.pick(2) * self.comm.max_bytes for _ in calls]
+        self.keep.append(calls)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _, x, _ in calls:
+                x.normal_()
+            for (run, _, _), limit in zip(calls, limits):
+                self.comm._handle.set_one_shot_bytes(limit)
+                if self.stalls:
+                    self.comm.hooks[:, 0] = STALL
+                    self.comm.hooks[:, 1].random_(0, self.world)
+                    self.comm.hooks[:, 2].random_(0, 2000)
+                    self.comm.hooks[:, 3].random_(0, 30_000)
+                    self.comm.hooks[:, 4:].zero_()
+                run()
+            for _, _, wrong in calls:
+                self.wrong += wrong()
+        return graph
+
+    def run(self, calls: int) -> None:
+        for i in range(-(-calls // CHAIN)):
+            self.graphs[i % 2].replay()
         torch.cuda.synchronize()
-        comm.check()
-    print(f"{calls} calls in {time.time() - start:.0f} s, wrong elements {int(wrong)}")
-    return int(int(wrong) != 0)
+        self.comm.check()
+
+
+def fold(x: torch.Tensor) -> torch.Tensor:
+    parts = x.float()
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.to(x.dtype)
+
+
+def main(calls: int, seed: int) -> int:
+    generator = torch.Generator().manual_seed(seed)
+    torch.cuda.manual_seed(seed)
+    settings, start, wrong = 42, time.time(), 0
+    done = dict.fromkeys(("plain", "with stalls"), 0)
+    for number in range(settings):
+        setting = Setting(lambda n: int(torch.randint(0, n, (), generator=generator)), number)
+        share = calls // settings if not setting.stalls else calls // settings // 4
+        setting.run(share)
+        done["with stalls" if setting.stalls else "plain"] += share
+        wrong += int(setting.wrong)
+        del setting
+    print(f"{sum(done.values())} calls in {time.time() - start:.0f} s ({done}), wrong elements {wrong}")
+    return int(wrong != 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))

@@ -21,7 +21,7 @@ PATH = [0, 3, 9, 20, -1, -1, -1, -1, -1]
 
 def main() -> int:
     bench = Bench("compact_kv", options(__doc__.splitlines()[0]).parse_args())
-    for shape in SHAPES:
+    for shape in bench.shapes(SHAPES):
         layers, batch, accepted, kind = shape.values()
         latent = kind.startswith("latent")
         row = (576,) if latent else (8, 128)

@@ -45,7 +45,7 @@ def peer(op, pool: Pool, roots: torch.Tensor, k: int, levels: int, nodes: int) -
 
 def main() -> int:
     bench, op = Bench("build_tree", options(__doc__.splitlines()[0]).parse_args()), sglang_kernel()
-    for shape in SHAPES:
+    for shape in bench.shapes(SHAPES):
         batch, k, levels, nodes = shape.values()
         size = k + (levels - 1) * k * k
         nbytes = batch * (size * 8 + nodes * (20 + 8 * -(-nodes // 64)))

@@ -20,7 +20,7 @@ SHAPES = [dict(rows=r, V=v, k=k) for r, v, k in ((8, 32000, 10), (1, 32000, 10),
 
 def main() -> int:
     bench = Bench("draft_topk", options(__doc__.splitlines()[0]).parse_args())
-    for shape in SHAPES:
+    for shape in bench.shapes(SHAPES):
         rows, vocab, k = shape.values()
         nbytes = rows * vocab * 2
         sets = [draft_logits(rows, vocab, torch.bfloat16, bench.device, i) for i in range(bench.sets(nbytes))]

@@ -30,7 +30,7 @@ def torch_level(values: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor
 
 def main() -> int:
     bench = Bench("grow_tree", options(__doc__.splitlines()[0]).parse_args())
-    for shape in SHAPES:
+    for shape in bench.shapes(SHAPES):
         batch, k, hidden = shape.values()
         rows, nbytes = batch * k, 2 * batch * k * hidden * 2
         level, sets = LEVELS - 1, []

@@ -21,7 +21,7 @@ PAGE = 64
 
 def main() -> int:
     bench = Bench("prepare_tree", options(__doc__.splitlines()[0]).parse_args())
-    for shape in SHAPES:
+    for shape in bench.shapes(SHAPES):
         batch, nodes, kv = shape.values()
         rows, words = batch * nodes, -(-nodes // 64)
         nbytes = rows * (4 + 8 * words + 4 + 4 + 8 + 4 + 4)

@@ -1,50 +1,54 @@
 // SPDX-License-Identifier: Apache-2.0
 // all_reduce: out = sum over ranks of x, one launch. Each rank pushes 16-byte vectors into the slots of its peers and
-// polls its own (protocol.cuh); one-shot sends (W - 1) S bytes in one hop, two-shot 2 (W - 1) / W S bytes in two.
-// Cost: one launch; S bytes read and written besides the exchange. Graph-safe.
+// polls its own (protocol.cuh); the forms are those of CommForm (fv_comm.h). Cost: one launch; S bytes read and written
+// besides the exchange. Graph-safe.
 #include <torch/csrc/stable/library.h>
 
+#include "comm/all_reduce_fp8.h"
 #include "comm/launch_comm.h"
+#include "comm/nccl_path.h"
 #include "comm/reduce.cuh"
 
 namespace fv {
 namespace {
 
-constexpr int kThreads = 128;
-
 template <class T, bool kHooks>
-__global__ void __launch_bounds__(kThreads) all_reduce_kernel(
+__global__ void __launch_bounds__(512) all_reduce_kernel(
     const __grid_constant__ CommArgs args,
-    const T* __restrict__ x,  // [local_ranks, n]
-    T* out,                   // [local_ranks, n]
+    const T* x,  // [local_ranks, n]; may be out
+    T* out,      // [local_ranks, n]
     int64_t n) {
+    wait_for_previous_launch();
+    allow_next_launch();
     const int local = blockIdx.y;
-    const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-    const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
+    const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
     x += local * n;
-    T* to = out + local * n;
-    const bool early = !args.two_shot && thread * Wire<T>::kElements < n;
-    const uint4 first = early ? load_vector(x, thread, n) : make_uint4(0, 0, 0, 0);
-    Exchange<kHooks> exchange(args, local, reinterpret_cast<uint32_t*>(dynamic_shared()));
-    Segment<T, kHooks> segment{exchange, x, n, 0, thread, threads, first, early ? thread : -1};
-    auto sink = [&](int64_t j, uint4 v) { store_vector(to, j, n, v); };
-    exchange.wipe_old_tags(thread, threads);
-    if (!exchange.failed) segment.send_input();
-    exchange.finish(gridDim.x);
-    segment.reduce(sink);
-    segment.gather(sink);
+    out += local * n;
+    Exchange<kHooks> exchange(args, local, gridDim.x);
+    Sum<T, kHooks> sum(exchange, x, n);
+    const uint32_t first_j = thread < sum.vectors ? sum.turn(thread) : kEmpty;  // loaded while the epoch is on its way
+    uint4 first = first_j != kEmpty ? load_vector(x, first_j, n) : empty_vector();
+    exchange.begin();
+    first = escape(first, Wire<T>::kNan);
+    auto own = [&](uint32_t j) { return j == first_j ? first : sum.load(j); };
+    exchange.wipe_old_tags();
+    for (uint32_t k = thread; k < sum.vectors; k += threads) sum.offer(sum.turn(k), own(sum.turn(k)));
+    exchange.finish();
+    for (uint32_t j = sum.begin + thread; j < sum.end; j += threads) store_vector(out, j, n, sum.reduce(j, own(j)));
+    const uint32_t others = sum.vectors - (sum.end - sum.begin);
+    for (uint32_t k = thread; k < others; k += threads) {
+        const uint32_t j = sum.turn(k);
+        store_vector(out, j, n, sum.receive(j));
+    }
 }
 
 template <class T>
 void run(const Launch& launch, const fv_comm& c, const Tensor& x, const Tensor& out, int64_t n) {
-    const CommArgs args = comm_kernel_args(c, n * static_cast<int64_t>(sizeof(T)));
-    const int64_t vectors = (n * static_cast<int64_t>(sizeof(T)) + 15) / 16;
-    const int64_t shares = args.two_shot ? (vectors + c.world - 1) / c.world : vectors;
-    int64_t blocks = ceil_div(shares, kThreads);
-    blocks = blocks < c.blocks ? blocks : c.blocks;
-    const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(c.local_ranks));
+    const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
+    const CommArgs args = comm_kernel_args(c, comm_form(c, bytes));
+    const CommChoice choice = choose_all_reduce((bytes + 15) / 16, most_comm_blocks(c, launch.props.sms));
     auto kernel = comm_has_hooks(c) ? &all_reduce_kernel<T, true> : &all_reduce_kernel<T, false>;
-    launch_comm(launch, c, kernel, grid, kThreads, 16, args, cptr<T>(x), mptr<T>(out), n);
+    launch_comm(launch, c, kernel, choice, 0, 0, args, cptr<T>(x), mptr<T>(out), n);
 }
 
 void all_reduce_cuda(const Tensor x, Tensor out, int64_t comm) {
@@ -54,6 +58,11 @@ void all_reduce_cuda(const Tensor x, Tensor out, int64_t comm) {
     check_like(op, "out", out, x);
     if (n == 0) return;
     const Launch launch(op, x);
+    if (c.transport == kNccl) {
+        nccl_all_reduce(op, c, x.const_data_ptr(), out.mutable_data_ptr(), n, x.scalar_type(), launch.stream);
+        return;
+    }
+    if (n * static_cast<int64_t>(x.element_size()) > c.fp8_bytes) return all_reduce_fp8(launch, c, x, out, n);
     if (x.scalar_type() == ScalarType::Float) run<float>(launch, c, x, out, n);
     else if (x.scalar_type() == ScalarType::Half) run<__half>(launch, c, x, out, n);
     else run<__nv_bfloat16>(launch, c, x, out, n);

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // all_reduce_rms_norm: residual += sum over ranks of x, out = RMSNorm(residual) * weight, one launch; blocks beyond the
 // exchange pull weights that the next kernel will read into L2 meanwhile.
-// One block per row keeps the row in shared memory; the exchange is that of all_reduce, so its bits are too. The sum of
-// squares is taken in an order that depends on H alone. Cost: one launch. Graph-safe.
+// A row belongs to a cluster of blocks (sm_90) or to one block, a vector of it to one thread, from the send to the norm; the
+// exchange is that of all_reduce, so its bits are too. The sum of squares is taken over runs of 32 vectors, then over the
+// runs: an order that depends on H alone. Cost: one launch. Graph-safe.
 #include <torch/csrc/stable/library.h>
 
+#include "comm/add_rms_norm.h"
+#include "comm/all_reduce_fp8.h"
 #include "comm/launch_comm.h"
+#include "comm/nccl_path.h"
 #include "comm/reduce.cuh"
 
 namespace fv {
 namespace {
 
-constexpr int kThreads = 384;  // so that 168 registers a thread are allowed
-constexpr int kEarly = 3;  // vectors per thread that are loaded before the sum is there: H = 7168 in 16-bit types
-constexpr int kPrefetchBlocks = 32;
 constexpr int64_t kLine = 128;
 
 // table: [ranges][2] = address, bytes
@@ -25,128 +26,131 @@ __device__ void prefetch_ranges(const int64_t* table, int64_t ranges, int64_t th
     }
 }
 
+// Shared memory of a block: sums of runs for two rows in turn, then this block's vectors of the row.
+struct RowMemory {
+    int64_t runs, steps, bytes;
+    FV_HD RowMemory(int64_t row_vectors, int threads, int cluster) {
+        runs = (row_vectors + 31) / 32;
+        steps = (row_vectors + threads * cluster - 1) / (threads * cluster);  // vectors of a thread
+        bytes = (runs * 8 + 15) / 16 * 16 + steps * threads * 16;
+    }
+};
+
 template <class T, bool kHooks>
-__global__ void __launch_bounds__(kThreads) all_reduce_rms_norm_kernel(
+__global__ void __launch_bounds__(512) all_reduce_rms_norm_kernel(
     const __grid_constant__ CommArgs args,
     const T* __restrict__ x,  // [local_ranks, rows, H]
     T* residual,              // [local_ranks, rows, H]
     const T* __restrict__ weight,  // [H]
     T* out,                   // [local_ranks, rows, H]
-    const int64_t* prefetch, int64_t ranges, int64_t rows, int64_t hidden, float eps, int work_blocks) {
+    const int64_t* prefetch, int64_t ranges, int rows, int hidden, float eps, int work_blocks, int cluster) {
     constexpr int kN = Wire<T>::kElements;
-    const int local = blockIdx.y;
-    const int64_t block = blockIdx.x;
-    if (block >= work_blocks) {
-        prefetch_ranges(prefetch, ranges, (block - work_blocks) * kThreads + threadIdx.x,
-                        static_cast<int64_t>(gridDim.x - work_blocks) * kThreads);
-        return;
+    if (static_cast<int>(blockIdx.x) >= work_blocks) {  // weights are there whatever the launch before does
+        const int64_t threads = static_cast<int64_t>(gridDim.x - work_blocks) * blockDim.x;
+        return prefetch_ranges(prefetch, ranges, static_cast<int64_t>(blockIdx.x - work_blocks) * blockDim.x + threadIdx.x, threads);
     }
-    unsigned char* smem = dynamic_shared();
-    uint32_t* scratch = reinterpret_cast<uint32_t*>(smem);   // 2
-    float* sums = reinterpret_cast<float*>(smem) + 4;        // 33
-    uint4* row_vectors = reinterpret_cast<uint4*>(smem + 160);
-    Exchange<kHooks> exchange(args, local, scratch);
-    exchange.wipe_old_tags(block * kThreads + threadIdx.x, static_cast<int64_t>(work_blocks) * kThreads);
-    const int64_t vectors = (hidden + kN - 1) / kN;
-    const int64_t slice = args.two_shot ? (vectors + args.world - 1) / args.world : vectors;
-    x += local * rows * hidden;
-    residual += local * rows * hidden;
-    out += local * rows * hidden;
-    auto segment = [&](int64_t row) {
-        return Segment<T, kHooks>{exchange, x + row * hidden, hidden, row * slice, threadIdx.x, kThreads};
-    };
+    const int local = blockIdx.y, team = blockIdx.x / cluster, teams = work_blocks / cluster, lane = threadIdx.x & 31;
+    const uint32_t vectors = (hidden + kN - 1) / kN, step = cluster * blockDim.x;
+    const uint32_t mine = blockIdx.x % cluster * blockDim.x + threadIdx.x;  // this thread's first vector of every row
+    const RowMemory memory(vectors, blockDim.x, cluster);
+    float* run_sums = reinterpret_cast<float*>(dynamic_shared());
+    uint4* row_vectors = reinterpret_cast<uint4*>(dynamic_shared() + (memory.runs * 8 + 15) / 16 * 16) + threadIdx.x;
+    const int64_t offset = static_cast<int64_t>(local) * rows * hidden;
+    x += offset, residual += offset, out += offset;
 
-    if (!exchange.failed) {
-        for (int64_t row = block; row < rows; row += work_blocks) segment(row).send_input();
+    // the first vector of the first row, and all that its norm needs, on its way before the epoch is known
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    const bool early = mine < vectors;
+    const uint4 early_weight = early ? load_vector(weight, mine, hidden) : zero;  // a weight is nobody's output
+    wait_for_previous_launch();
+    allow_next_launch();
+    Exchange<kHooks> exchange(args, local, work_blocks);
+    const int64_t first = static_cast<int64_t>(team) * hidden;
+    uint4 early_x = early ? load_vector(x + first, mine, hidden) : zero;
+    const uint4 early_residual = early ? load_vector(residual + first, mine, hidden) : zero;
+    exchange.begin();
+    early_x = escape(early_x, Wire<T>::kNan);
+    exchange.wipe_old_tags();
+    auto sum_of = [&](int row) { return Sum<T, kHooks>(exchange, x + static_cast<int64_t>(row) * hidden, hidden, row); };
+    auto own = [&](const Sum<T, kHooks>& sum, int row, uint32_t j) { return row == team && j == mine ? early_x : sum.load(j); };
+
+    for (int row = team; row < rows; row += teams) {
+        const Sum<T, kHooks> sum = sum_of(row);
+        for (uint32_t j = mine; j < vectors; j += step) sum.offer(j, own(sum, row, j));
     }
-    // what the end of the first row needs, on its way while the peers' data travel
-    uint4 early_residual[kEarly];
-#pragma unroll
-    for (int k = 0; k < kEarly; ++k) {
-        const int64_t j = threadIdx.x + k * kThreads;
-        early_residual[k] = make_uint4(0, 0, 0, 0);
-        if (j < vectors) early_residual[k] = load_vector(residual + block * hidden, j, hidden);
-    }
-    exchange.finish(static_cast<uint32_t>(work_blocks));
-    if (args.two_shot) {  // this rank's slices wait in `out` for their row
-        for (int64_t row = block; row < rows; row += work_blocks) {
-            segment(row).reduce([&](int64_t j, uint4 v) { store_vector(out + row * hidden, j, hidden, v); });
-        }
-    }
-    for (int64_t row = block; row < rows; row += work_blocks) {
-        Segment<T, kHooks> s = segment(row);
-        auto keep = [&](int64_t j, uint4 v) { row_vectors[j] = v; };
-        if (args.two_shot) {
-            for (int64_t i = threadIdx.x; i < slice; i += kThreads) {
-                const int64_t j = exchange.rank * slice + i;
-                if (j < vectors) row_vectors[j] = load_vector(out + row * hidden, j, hidden);
+    exchange.finish();
+    // What this rank owns: one-shot all of a row when its turn comes; else of all rows before it waits for other owners. It
+    // stays in shared memory until its norm, or in `out` if there are more rows than teams.
+    const bool kept = args.form == kOneShot || teams >= rows;
+    int ahead = team;
+    for (int row = team; row < rows; row += teams, run_sums = reinterpret_cast<float*>(dynamic_shared()) + (row / teams & 1 ? memory.runs : 0)) {
+        for (const int until = args.form == kOneShot ? row + 1 : rows; ahead < until; ahead += teams) {
+            Sum<T, kHooks> sum = sum_of(ahead);
+            uint4* keep = row_vectors;
+            for (uint32_t j = mine; j < vectors; j += step, keep += blockDim.x) {
+                if (!sum.mine(j)) continue;
+                const uint4 v = sum.reduce(j, own(sum, ahead, j));
+                if (kept) *keep = v;
+                else store_vector(out + static_cast<int64_t>(ahead) * hidden, j, hidden, v);
             }
-            s.gather(keep);
-        } else {
-            s.reduce(keep);
         }
-        __syncthreads();
+        Sum<T, kHooks> sum = sum_of(row);
+        T* const row_residual = residual + static_cast<int64_t>(row) * hidden;
+        T* const row_out = out + static_cast<int64_t>(row) * hidden;
+        uint4* keep = row_vectors;
+        for (uint32_t j = mine; j - lane < vectors; j += step, keep += blockDim.x) {  // whole warps
+            float squares = 0.0f;
+            if (j < vectors) {
+                const uint4 old = row == team && j == mine ? early_residual : load_vector(row_residual, j, hidden);
+                const uint4 total = !sum.mine(j) ? sum.receive(j) : kept ? *keep : load_vector(row_out, j, hidden);
+                float f[kN], r[kN];
+                Wire<T>::unpack(total, f);
+                Wire<T>::unpack(old, r);
+#pragma unroll
+                for (int k = 0; k < kN; ++k) r[k] += f[k];
+                const uint4 rounded = Wire<T>::pack(r);
+                store_vector(row_residual, j, hidden, rounded);
+                *keep = rounded;
+                Wire<T>::unpack(rounded, r);
+#pragma unroll
+                for (int k = 0; k < kN; ++k) squares += r[k] * r[k];
+            }
+            squares = warp_sum(squares);
+            if (lane < cluster) cluster_map(run_sums, lane)[j / 32] = squares;
+        }
+        if (cluster > 1) cluster_barrier();
+        else __syncthreads();
         float squares = 0.0f;
-        auto add = [&](int64_t j, uint4 old) {
-            float sum[kN], r[kN];
-            Wire<T>::unpack(row_vectors[j], sum);
-            Wire<T>::unpack(old, r);
-#pragma unroll
-            for (int k = 0; k < kN; ++k) r[k] += sum[k];
-            const uint4 rounded = Wire<T>::pack(r);
-            store_vector(residual + row * hidden, j, hidden, rounded);
-            row_vectors[j] = rounded;
-            Wire<T>::unpack(rounded, r);
-#pragma unroll
-            for (int k = 0; k < kN; ++k) squares += r[k] * r[k];
-        };
-#pragma unroll
-        for (int k = 0; k < kEarly; ++k) {
-            const int64_t j = threadIdx.x + k * kThreads;
-            if (j < vectors) add(j, row == block ? early_residual[k] : load_vector(residual + row * hidden, j, hidden));
-        }
-        for (int64_t j = threadIdx.x + kEarly * kThreads; j < vectors; j += kThreads) {
-            add(j, load_vector(residual + row * hidden, j, hidden));
-        }
-        uint4 early_weight[kEarly];
-#pragma unroll
-        for (int k = 0; k < kEarly; ++k) {
-            const int64_t j = threadIdx.x + k * kThreads;
-            early_weight[k] = j < vectors ? load_vector(weight, j, hidden) : make_uint4(0, 0, 0, 0);
-        }
-        squares = block_reduce(squares, [](float a, float b) { return a + b; }, sums);
+        for (int run = lane; run < memory.runs; run += 32) squares += run_sums[run];
+        squares = warp_sum(squares);
         const float scale = 1.0f / __fsqrt_rn(squares / static_cast<float>(hidden) + eps);
-        auto normalize = [&](int64_t j, uint4 weights) {
+        keep = row_vectors;
+        for (uint32_t j = mine; j < vectors; j += step, keep += blockDim.x) {
+            const uint4 weights = j == mine ? early_weight : load_vector(weight, j, hidden);
             float r[kN], w[kN];
-            Wire<T>::unpack(row_vectors[j], r);
+            Wire<T>::unpack(*keep, r);
             Wire<T>::unpack(weights, w);
 #pragma unroll
             for (int k = 0; k < kN; ++k) r[k] = r[k] * scale * w[k];
-            store_vector(out + row * hidden, j, hidden, Wire<T>::pack(r));
-        };
-#pragma unroll
-        for (int k = 0; k < kEarly; ++k) {
-            const int64_t j = threadIdx.x + k * kThreads;
-            if (j < vectors) normalize(j, early_weight[k]);
+            store_vector(row_out, j, hidden, Wire<T>::pack(r));
         }
-        for (int64_t j = threadIdx.x + kEarly * kThreads; j < vectors; j += kThreads) {
-            normalize(j, load_vector(weight, j, hidden));
-        }
-        __syncthreads();
     }
 }
 
 template <class T>
 void run(const Launch& launch, const fv_comm& c, const Tensor& x, const Tensor& residual, const Tensor& weight,
          const Tensor& out, const OptTensor& prefetch, int64_t rows, int64_t hidden, float eps) {
-    const CommArgs args = comm_kernel_args(c, rows * hidden * static_cast<int64_t>(sizeof(T)));
-    const int work = static_cast<int>(rows < c.blocks ? rows : c.blocks);
+    const int64_t size = sizeof(T), row_vectors = (hidden * size + 15) / 16;
+    const CommArgs args = comm_kernel_args(c, comm_form(c, rows * hidden * size));
     const int64_t ranges = prefetch ? prefetch->size(0) : 0;
-    const dim3 grid(static_cast<unsigned>(work + (ranges > 0 ? kPrefetchBlocks : 0)), static_cast<unsigned>(c.local_ranks));
-    const size_t smem = 160 + static_cast<size_t>((hidden * static_cast<int64_t>(sizeof(T)) + 15) / 16 * 16);
+    const CommChoice choice = choose_rms_norm(rows, row_vectors, c, launch.props, ranges > 0);
+    const RowMemory memory(row_vectors, choice.threads, choice.cluster);
+    FV_CHECK(memory.bytes <= launch.props.max_smem, launch.op, ": x must have rows of at most ", (launch.props.max_smem - 9216) / size,
+             " elements; got ", hidden, ". Fix: all_reduce, then the norm.");
     auto kernel = comm_has_hooks(c) ? &all_reduce_rms_norm_kernel<T, true> : &all_reduce_rms_norm_kernel<T, false>;
-    launch_comm(launch, c, kernel, grid, kThreads, smem, args, cptr<T>(x), mptr<T>(residual), cptr<T>(weight),
-                mptr<T>(out), cptr<int64_t>(prefetch), ranges, rows, hidden, eps, work);
+    launch_comm(launch, c, kernel, choice, choice.prefetch_blocks, static_cast<size_t>(memory.bytes), args, cptr<T>(x),
+                mptr<T>(residual), cptr<T>(weight), mptr<T>(out), cptr<int64_t>(prefetch), ranges, static_cast<int>(rows),
+                static_cast<int>(hidden), eps, choice.blocks, choice.cluster);
 }
 
 void all_reduce_rms_norm_cuda(const Tensor x, Tensor residual, const Tensor weight, Tensor out, const OptTensor prefetch,
@@ -156,8 +160,15 @@ void all_reduce_rms_norm_cuda(const Tensor x, Tensor residual, const Tensor weig
     const NormShape shape = check_norm_arguments(op, c, x, residual, weight, out, prefetch);
     if (shape.rows == 0) return;
     const Launch launch(op, x);
-    FV_CHECK(shape.hidden * 4 + 160 <= launch.props.max_smem, op, ": x must have rows of at most ",
-             (launch.props.max_smem - 160) / 4, " elements; got ", shape.hidden, ". Fix: all_reduce, then the norm.");
+    const int64_t n = shape.rows * shape.hidden;
+    const bool fp8 = n * static_cast<int64_t>(x.element_size()) > c.fp8_bytes;
+    if (fp8 || c.transport == kNccl) {  // two launches
+        if (fp8) all_reduce_fp8(launch, c, x, out, n);
+        else nccl_all_reduce(op, c, x.const_data_ptr(), out.mutable_data_ptr(), n, x.scalar_type(), launch.stream);
+        launch_add_rms_norm(launch, x.scalar_type(), weight.const_data_ptr(), residual.mutable_data_ptr(),
+                            out.mutable_data_ptr(), shape.rows * c.local_ranks, shape.hidden, static_cast<float>(eps));
+        return;
+    }
     const float e = static_cast<float>(eps);
     if (x.scalar_type() == ScalarType::Float) run<float>(launch, c, x, residual, weight, out, prefetch, shape.rows, shape.hidden, e);
     else if (x.scalar_type() == ScalarType::Half) run<__half>(launch, c, x, residual, weight, out, prefetch, shape.rows, shape.hidden, e);

@@ -1,201 +1,112 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sum over ranks of one segment of vectors, one-shot or two-shot, in three stages that a kernel runs over all its
-// segments in turn. fp32 sums in rank order, rounded once: both forms, all ranks and all runs give the same bits.
+// The sum over ranks of n elements, vector by vector. A kernel offers every vector of its input (in any order), finishes the
+// exchange, reduces the vectors that are its own and only then receives the others: an owner never waits for an owner.
+// fp32 sums in rank order, rounded once: one-shot and two-shot, all ranks and all runs give the same bits.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "comm/protocol.cuh"
+#include "comm/wire.cuh"
 
 namespace fv {
 
-template <class T>
-struct Wire;  // 16 bytes of T as floats and back; round to nearest even
-template <>
-struct Wire<float> {
-    static constexpr int kElements = 4;
-    static constexpr uint32_t kNan = 0x7fffffffu;
-    static __device__ __forceinline__ void unpack(uint4 v, float* f) {
-        f[0] = __uint_as_float(v.x), f[1] = __uint_as_float(v.y), f[2] = __uint_as_float(v.z), f[3] = __uint_as_float(v.w);
-    }
-    static __device__ __forceinline__ uint4 pack(const float* f) {
-        return make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3]));
-    }
-};
-template <>
-struct Wire<__nv_bfloat16> {
-    static constexpr int kElements = 8;
-    static constexpr uint32_t kNan = 0x7fff7fffu;
-    static __device__ __forceinline__ void unpack(uint4 v, float* f) {
-        const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            f[2 * i] = __uint_as_float(w[i] << 16);
-            f[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
-        }
-    }
-    static __device__ __forceinline__ uint32_t two(float a, float b) {
-        const __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
-        uint32_t u;
-        memcpy(&u, &h, 4);
-        return u;
-    }
-    static __device__ __forceinline__ uint4 pack(const float* f) {
-        return make_uint4(two(f[0], f[1]), two(f[2], f[3]), two(f[4], f[5]), two(f[6], f[7]));
-    }
-};
-template <>
-struct Wire<__half> {
-    static constexpr int kElements = 8;
-    static constexpr uint32_t kNan = 0x7fff7fffu;
-    static __device__ __forceinline__ void unpack(uint4 v, float* f) {
-        const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            __half2 h;
-            memcpy(&h, &w[i], 4);
-            f[2 * i] = __low2float(h);
-            f[2 * i + 1] = __high2float(h);
-        }
-    }
-    static __device__ __forceinline__ uint32_t two(float a, float b) {
-        const __half2 h = __floats2half2_rn(a, b);
-        uint32_t u;
-        memcpy(&u, &h, 4);
-        return u;
-    }
-    static __device__ __forceinline__ uint4 pack(const float* f) {
-        return make_uint4(two(f[0], f[1]), two(f[2], f[3]), two(f[4], f[5]), two(f[6], f[7]));
-    }
-};
-
-// Vector i of n elements at x: the last one may be short (zeros behind the end); unaligned pointers go by elements.
-template <class T>
-__device__ __forceinline__ uint4 load_vector(const T* x, int64_t i, int64_t n) {
-    constexpr int kN = 16 / sizeof(T);
-    const T* p = x + i * kN;
-    if ((i + 1) * kN <= n && (reinterpret_cast<uintptr_t>(p) & 15) == 0) return *reinterpret_cast<const uint4*>(p);
-    T part[kN];
-    const uint4 zero = make_uint4(0, 0, 0, 0);
-    memcpy(part, &zero, 16);
-    for (int k = 0; k < kN; ++k) {
-        if (i * kN + k < n) part[k] = p[k];
-    }
-    uint4 v;
-    memcpy(&v, part, 16);
-    return v;
-}
-template <class T>
-__device__ __forceinline__ void store_vector(T* x, int64_t i, int64_t n, uint4 v) {
-    constexpr int kN = 16 / sizeof(T);
-    T* p = x + i * kN;
-    if ((i + 1) * kN <= n && (reinterpret_cast<uintptr_t>(p) & 15) == 0) {
-        *reinterpret_cast<uint4*>(p) = v;
-        return;
-    }
-    T part[kN];
-    memcpy(part, &v, 16);
-    for (int k = 0; k < kN; ++k) {
-        if (i * kN + k < n) p[k] = part[k];
-    }
-}
-
-// One segment: n elements at x, whose vectors use slot vectors [at, at + vectors) one-shot, or
-// [at, at + ceil(vectors / world)) two-shot. `thread` of `threads` take part.
 template <class T, bool kHooks>
-struct Segment {
+struct Sum {
     Exchange<kHooks>& exchange;
     const T* x;
-    int64_t n, at;
-    int64_t thread, threads;
+    int64_t n;
+    int form;
+    uint32_t vectors;     // of the input
+    int base, parts;      // the ranks that own slices: [base, base + parts)
+    uint32_t slice;       // vectors per owner
+    uint32_t begin, end;  // this rank's own, clamped
 
-    __device__ __forceinline__ int64_t vectors() const { return (n + Wire<T>::kElements - 1) / Wire<T>::kElements; }
-    __device__ __forceinline__ int64_t slice() const { return (vectors() + world() - 1) / world(); }
-    __device__ __forceinline__ int world() const { return exchange.args.world; }
-    // `first`: this thread's own vector number `first_at`, loaded before the epoch was known (-1: none).
-    uint4 first = make_uint4(0, 0, 0, 0);
-    int64_t first_at = -1;
-    __device__ __forceinline__ uint4 own(int64_t j) const {
-        return Exchange<kHooks>::escape(j == first_at ? first : load_vector(x, j, n), Wire<T>::kNan);
+    uint32_t at;          // first vector of every slot
+
+    // `segment`: of equally long ones in one call, which use the slots one behind the other.
+    __device__ __forceinline__ Sum(Exchange<kHooks>& e, const T* input, int64_t elements, uint32_t segment = 0)
+        : exchange(e), x(input), n(elements), form(e.args.form), vectors(vectors_of(elements)) {
+        const int world = e.args.world;
+        parts = form == kIslands ? world / 2 : world;
+        base = form == kIslands && e.rank >= parts ? parts : 0;
+        slice = form == kOneShot ? vectors : (vectors + parts - 1) / parts;
+        begin = form == kOneShot ? 0 : least(vectors, (e.rank - base) * slice);
+        end = least(vectors, begin + slice);
+        at = segment * slice;
+    }
+    static __device__ __forceinline__ uint32_t vectors_of(int64_t elements) {
+        return static_cast<uint32_t>((elements + Wire<T>::kElements - 1) / Wire<T>::kElements);
+    }
+    static __device__ __forceinline__ uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+    __device__ __forceinline__ bool mine(uint32_t j) const { return j >= begin && j < end; }
+    // The k-th vector in the order of this rank: those of the next owner first, so that ranks do not all send to one.
+    __device__ __forceinline__ uint32_t turn(uint32_t k) const {
+        if (form == kOneShot) return k;
+        return k < vectors - end ? end + k : k - (vectors - end);
+    }
+    __device__ __forceinline__ uint4 load(uint32_t j) const { return escape(load_vector(x, j, n), Wire<T>::kNan); }
+
+    // What peers need of this rank's vector j.
+    __device__ __forceinline__ void offer(uint32_t j, uint4 v) const {
+        if (exchange.failed) return;
+        if (form == kOneShot) return to_others(0, exchange.args.world, 0, at + j, v);
+        if (mine(j)) return;
+        const int owner = j / slice;
+        exchange.send(base + owner, 0, at + j - owner * slice, v);
+    }
+    // The sum of vector j, mine(j); `own` is this rank's. Two-shot: also passed on.
+    __device__ __forceinline__ uint4 reduce(uint32_t j, uint4 own) {
+        const uint32_t i = at + j - begin, members = ((1u << parts) - 1) << base;
+        uint4 total = add(members, 0, i, own);
+        if (form == kOneShot) return total;
+        if (form == kIslands) {
+            const int partner = base == 0 ? exchange.rank + parts : exchange.rank - parts;
+            if (!exchange.failed) exchange.send(partner, 0, i, total);
+            const uint4 other = exchange.take_one(partner, 0, i);
+            total = base == 0 ? two(total, other) : two(other, total);
+        }
+        if (!exchange.failed) to_others(base, parts, 1, i, total);
+        return total;
+    }
+    // The sum of vector j, !mine(j), from its owner.
+    __device__ __forceinline__ uint4 receive(uint32_t j) {
+        const int owner = j / slice;
+        return exchange.take_one(base + owner, 1, at + j - owner * slice);
     }
 
-    // Stage 1: everything peers need of this rank's input.
-    __device__ __forceinline__ void send_input() const {
-        const int rank = exchange.rank;
-        if (exchange.args.two_shot) {
-            const int64_t s = slice();
-            for (int64_t i = thread; i < s; i += threads) {
-                for (int k = 1; k < world(); ++k) {  // every rank starts at another peer
-                    const int owner = rank + k < world() ? rank + k : rank + k - world();
-                    const int64_t j = owner * s + i;
-                    if (j < vectors()) exchange.send(owner, 0, at + i, own(j));
-                }
-            }
-        } else {
-            for (int64_t i = thread; i < vectors(); i += threads) {
-                const uint4 v = own(i);
-                for (int k = 1; k < world(); ++k) exchange.send(rank + k < world() ? rank + k : rank + k - world(), 0, at + i, v);
-            }
+private:
+    __device__ __forceinline__ void to_others(int first, int count, int region, uint32_t i, uint4 v) const {
+        for (int k = 1; k < count; ++k) {  // every rank starts at another peer
+            const int peer = exchange.rank + k < first + count ? exchange.rank + k : exchange.rank + k - count;
+            exchange.send(peer, region, i, v);
         }
     }
-
-    // The sum of vector j, which peers put at slot vector i of region 0.
-    __device__ __forceinline__ uint4 sum(int64_t i, int64_t j) {
+    __device__ __forceinline__ uint4 add(uint32_t members, int region, uint32_t i, uint4 own) {
         constexpr int kN = Wire<T>::kElements;
         uint4 got[kMaxRanks];
-        exchange.take(((1u << world()) - 1) & ~(1u << exchange.rank), 0, i, got);
+        exchange.take(members & ~(1u << exchange.rank), region, i, got);
         float total[kN];
 #pragma unroll
         for (int k = 0; k < kN; ++k) total[k] = 0.0f;
+        bool first = true;
 #pragma unroll
         for (int r = 0; r < kMaxRanks; ++r) {
-            if (r >= world()) continue;
+            if (!(members >> r & 1)) continue;
             float f[kN];
-            Wire<T>::unpack(r == exchange.rank ? own(j) : got[r], f);
+            Wire<T>::unpack(r == exchange.rank ? own : got[r], f);
 #pragma unroll
-            for (int k = 0; k < kN; ++k) total[k] = r == 0 ? f[k] : total[k] + f[k];
+            for (int k = 0; k < kN; ++k) total[k] = first ? f[k] : total[k] + f[k];
+            first = false;
         }
-        return Wire<T>::pack(total);
+        return escape(Wire<T>::pack(total), Wire<T>::kNan);
     }
-
-    // Stage 2. One-shot: every vector; two-shot: this rank's slice, sent on to all. sink(j, vector).
-    template <class Sink>
-    __device__ __forceinline__ void reduce(Sink sink) {
-        if (exchange.args.two_shot) {
-            const int64_t s = slice();
-            for (int64_t i = thread; i < s; i += threads) {
-                const int64_t j = exchange.rank * s + i;
-                if (j >= vectors()) continue;
-                const uint4 v = Exchange<kHooks>::escape(sum(at + i, j), Wire<T>::kNan);
-                if (!exchange.failed) {
-                    for (int k = 1; k < world(); ++k) {
-                        exchange.send(exchange.rank + k < world() ? exchange.rank + k : exchange.rank + k - world(), 1, at + i, v);
-                    }
-                }
-                sink(j, v);
-            }
-        } else {
-            for (int64_t i = thread; i < vectors(); i += threads) {
-                sink(i, Exchange<kHooks>::escape(sum(at + i, i), Wire<T>::kNan));
-            }
-        }
-    }
-
-    // Stage 3, two-shot only: the slices of the other owners.
-    template <class Sink>
-    __device__ __forceinline__ void gather(Sink sink) {
-        if (!exchange.args.two_shot) return;
-        const int64_t s = slice();
-        for (int64_t i = thread; i < s; i += threads) {
-            uint32_t owners = 0;  // that have a vector i in their slice
-            for (int r = 0; r < world(); ++r) owners |= r != exchange.rank && r * s + i < vectors() ? 1u << r : 0u;
-            uint4 got[kMaxRanks];
-            exchange.take(owners, 1, at + i, got);
+    static __device__ __forceinline__ uint4 two(uint4 a, uint4 b) {
+        constexpr int kN = Wire<T>::kElements;
+        float f[kN], g[kN];
+        Wire<T>::unpack(a, f);
+        Wire<T>::unpack(b, g);
 #pragma unroll
-            for (int r = 0; r < kMaxRanks; ++r) {
-                if (owners >> r & 1) sink(r * s + i, got[r]);
-            }
-        }
+        for (int k = 0; k < kN; ++k) f[k] += g[k];
+        return escape(Wire<T>::pack(f), Wire<T>::kNan);
     }
 };
 

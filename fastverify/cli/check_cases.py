@@ -320,4 +320,4 @@ def verify_tree_shards(device: str, rng) -> int:
     return len(KINDS)
 
 
-from . import check_comm, check_sglang  # noqa: E402, F401  (they register their checks)
+from . import check_comm, check_loop, check_sglang  # noqa: E402, F401  (they register their checks)

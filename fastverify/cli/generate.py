@@ -143,7 +143,11 @@ class _Job:
             for decoder in (plain_decoder, spec_decoder):
                 drain(self._spans(decoder, min(WARM_TOKENS, self.args.max_new_tokens)))
         follower = _Follower(self._spans(plain_decoder))
-        spec = self._stream(spec_decoder, follower.follow)
+        if spec_decoder.interleaves:
+            spec = self._stream(spec_decoder, follower.follow)
+        else:  # one after the other
+            follower.result = drain(follower.spans)
+            spec = self._stream(spec_decoder)
         plain = follower.finish()
         a, b = plain.tokens[0], spec.tokens[0]
         difference = first_difference(self.session.target, self.ids, a, b, self.params, self.args.seed)

@@ -6,7 +6,7 @@ import traceback
 import warnings
 
 from .._version import __version__
-from . import check, doctor, evaluate, fetch_demo, generate, inspect, plan, probe, remap, trace
+from . import bench, check, doctor, evaluate, fetch_demo, generate, inspect, plan, probe, remap, trace, train
 from .options import Parser
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPT, EXIT_PIPE = 1, 2, 130, 141
@@ -17,7 +17,7 @@ def build_parser() -> Parser:
                     "EAGLE-3 loop that proves them.")
     parser.add_argument("--version", action="version", version=f"fastverify {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, fetch_demo, check, doctor, evaluate, inspect, remap, probe, plan, trace):
+    for command in (generate, fetch_demo, check, doctor, evaluate, inspect, remap, train, probe, plan, trace, bench):
         command.add_parser(commands).set_defaults(run=command.run)
     return parser
 

@@ -46,45 +46,59 @@ def run(args: argparse.Namespace) -> int:
                          "Fix: add prompts.")
     from . import probe_measure, probe_report
     from .environment import environment
+    from .ranks import Silent, split_of, world_size
     from .session import open_session
-    out = Output(json_only=args.json)
+    out = Output(json_only=args.json) if world_size() == 1 or os.environ.get("RANK") == "0" else Silent()
     given = args.draft
     args.draft = None
     session = open_session("probe", args, out, need_tokenizer({"": prompts}), drafts=False)
-    settings = [probe_measure.Setting("none", session.decoder("off"))] + _settings(session, given, shapes, out)
+    session, settings, ranks = _settings(session, given, shapes, out)
     for note in session.notes:
         out.note(note)
     ids = _encode(session, settings, both, args, out)
-    plan = probe_measure.Plan(args.max_new_tokens, args.batch, sampling_params(args), stop_ids(args), seconds=args.seconds or math.inf)
+    plan = probe_measure.Plan(args.max_new_tokens, args.batch, sampling_params(args), stop_ids(args), seconds=args.seconds or math.inf,
+                              agree=ranks.agree)
     with out.progress("probing", 1) as update:
         rows = probe_measure.measure(settings, ids, plan, lambda done, total: update(done, total=total))
+    split = split_of(rows, ranks)
+    ranks.leave()
     busy = probe_report.noise(rows)
     from dataclasses import asdict
     data = dict(kind="fastverify probe", environment=environment(session.device, session.target.dtype),
-                target=Path(session.target_name).name, world_size=1, batch=args.batch,
+                target=Path(session.target_name).name, world_size=ranks.world, batch=args.batch,
                 prompts=dict(halves=list(rows[0].halves)), max_new_tokens=args.max_new_tokens,
                 sampling=asdict(plan.params), plain_ms=rows[0].off.as_dict(), rows=[r.as_dict(args.verify_ms) for r in rows],
                 summary=probe_report.summary(rows), notes=session.notes + ([busy] if busy else []))
+    if split:
+        for row, parts in zip(data["rows"], split):
+            row["ranks"] = parts
+    if ranks.rank:
+        return 0
     if args.out:
         Path(args.out).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         out.note(f"written: {args.out}")
     if args.json:
         out.json(data)
     else:
-        _show(out, rows, data, args)
+        _show(out, rows, data, args, split)
     return 0
 
 
-def _show(out: Output, rows: list, data: dict, args: argparse.Namespace) -> None:
+def _show(out: Output, rows: list, data: dict, args: argparse.Namespace, split: "list | None") -> None:
     from . import probe_report
     e = data["environment"]
-    out.line(f"{data['target']} on {e['device']} ({e['threads']} threads), {e['dtype']}, batch {data['batch']}, world size 1: plain "
+    out.line(f"{data['target']} on {e['device']} ({e['threads']} threads), {e['dtype']}, batch {data['batch']}, world size "
+             f"{data['world_size']}: plain "
              f"step {rows[0].off.total:.2f} ms (p20 {rows[0].off.p20:.2f}, p80 {rows[0].off.p80:.2f})")
     first, second = data["prompts"]["halves"]
     out.line(f"{first + second} prompts, {args.max_new_tokens} new tokens each. predicted: counted tokens per round over calibrated ms. "
              f"other half: acceptance of {first} prompts against the clock of the other {second}")
     out.line()
     out.wide_table(*probe_report.times_table(rows), left=2)
+    if split:
+        out.line()
+        out.line("the round on every rank; communication holds the waiting for other ranks (fastverify trace tells them apart):")
+        out.wide_table(*probe_report.ranks_table(rows, split), left=2)
     header, depths = probe_report.depth_table(rows)
     if depths:
         out.line()
@@ -115,11 +129,6 @@ def _check(args: argparse.Namespace) -> "list | None":
             raise ValueError(f"probe: {name} must be a finite number > 0; got {value}. Fix: change --{name.replace('_', '-')}.")
     if args.out and not Path(args.out).resolve().parent.is_dir():
         raise ValueError(f"probe: the folder of the result file must exist; got {args.out}. Fix: create it.")
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world != "1":
-        raise ValueError(f"probe: world size must be 1; got WORLD_SIZE={world} (torchrun). Tensor parallelism is not supported here: "
-                         "its communicators are not built yet. Fix: start one process; for a parallel run of SGLang or vLLM "
-                         "use fastverify trace and fastverify plan.")
     for d in args.draft or []:
         if args.draft.count(d) > 1:
             raise ValueError(f"probe: drafts must be different; got {d} twice. Fix: name each once.")
@@ -135,21 +144,28 @@ def _check(args: argparse.Namespace) -> "list | None":
     return names
 
 
-def _settings(session, given: "list | None", shapes: "list | None", out: Output) -> list:
+def _settings(session, given: "list | None", shapes: "list | None", out: Output) -> tuple:
+    """(session, settings, ranks): plain decoding and every draft under every shape, on this rank's part of the target."""
+    from dataclasses import replace
+
     from ..tree.ngram import NgramDrafter
     from .probe_measure import Setting
-    found: list = []
+    from .ranks import Ranks
     with out.status("loading the drafts"):
         sessions = [session.with_draft(d) for d in given or [None]]
         if given is None and not isinstance(sessions[0].draft, NgramDrafter):
             sessions.append(session.with_draft("ngram"))
+    ranks = Ranks.join("probe", session.device)
+    target = ranks.shard(session.target)  # drafts stay whole on every rank
+    session, *sessions = (replace(s, target=target) for s in (session, *sessions))
+    found = [Setting("none", session.decoder("off"))]
     names = _names([s.draft_name for s in sessions])
     for name, s in zip(names, sessions):
         if s.draft is None:
             continue
         default = NGRAM_SHAPES if isinstance(s.draft, NgramDrafter) else EAGLE_SHAPES
         found += [Setting(name, s.decoder(shape)) for shape in shapes or default.split(",")]
-    return found
+    return session, found, ranks
 
 
 def _names(paths: list) -> list:

@@ -10,6 +10,7 @@ import torch
 from ..eagle3.decode import Decoder, SamplingParams
 from ..eagle3.shapes import OFF, Shape
 from ..eagle3.stats import SynchronizedStats, distinct_ngram_ratio
+from . import ranks
 from .probe_report import Pieces, Row, pieces
 
 WARM_TOKENS = 12
@@ -30,7 +31,7 @@ class Setting:
 @dataclass
 class Plan:
     """How prompts are run. rounds: calibrated rounds per group and setting, the first of which does not count. seconds: no pair
-    of groups is begun that would end later, the first one excepted."""
+    of groups is begun that would end later, the first one excepted. agree: makes a choice that depends on a clock that of the first rank."""
 
     max_new_tokens: int = 64
     batch: int = 1
@@ -38,6 +39,7 @@ class Plan:
     stop_ids: Optional[list] = None
     rounds: int = 13
     seconds: float = math.inf
+    agree: Callable = lambda choice: choice
 
 
 @dataclass
@@ -75,7 +77,7 @@ def measure(settings: list, halves: tuple, plan: Plan, progress: Callable = lamb
     longest = 0.0
     for i in range(max(map(len, groups))):
         now = time.monotonic()
-        if i and now + longest > begin + plan.seconds:
+        if i and plan.agree(now + longest > begin + plan.seconds):
             break
         if i < len(groups[0]):
             group = groups[0][i]
@@ -105,9 +107,14 @@ def _calibrate(setting: Setting, prompts: list, plan: Plan, record: _Record) -> 
         prompts = [(p[-4:] * (len(p) // 4 + 1))[:len(p)] for p in prompts]
     room = decoder.limit - plan.rounds * (shape.levels + 1) - shape.columns - 3
     prompts = [p[-room:] for p in prompts]
-    record.rounds += decoder.time_rounds(prompts, shape, plan.rounds)[1:]
-    if decoder.target.device.type == "cuda":
-        record.split += decoder.time_rounds(prompts, shape, plan.rounds, SynchronizedStats(torch.cuda.synchronize))[1:]
+    on_gpu, alone = decoder.target.device.type == "cuda", decoder.target.comm is None
+    if alone or on_gpu:
+        record.rounds += decoder.time_rounds(prompts, shape, plan.rounds)[1:]
+    else:
+        record.rounds += ranks.time_rounds(decoder, prompts, shape, plan.rounds)[1:]
+    if on_gpu:
+        record.split += (decoder.time_rounds(prompts, shape, plan.rounds, SynchronizedStats(torch.cuda.synchronize)) if alone
+                         else ranks.time_rounds(decoder, prompts, shape, plan.rounds))[1:]
 
 
 def _rows(settings: list, records: list) -> list:

@@ -31,20 +31,22 @@ class Pieces:
         return asdict(self) | {"round": self.total}
 
 
-def pieces(rounds: list, split: Optional[list] = None, communication: float = 0.0) -> Pieces:
-    """Means of rounds as Decoder.time_rounds gives them, the fastest and the slowest tenth left out.
+def pieces(rounds: list, split: Optional[list] = None) -> Pieces:
+    """Means of rounds as Decoder.time_rounds gives them, the fastest and the slowest tenth left out. A round's
+    "communication" (none with one rank) is the part of its target and verify stages that are collectives.
 
-    split          the same rounds with the device waited for after every stage (None: `rounds` themselves); their shares
-                   divide the round of `rounds`
-    communication  ms of the verify that are collectives (0 with one rank)
+    split  the same rounds with the device waited for after every stage (None: `rounds` themselves); their shares divide the
+           round of `rounds`
     """
     kept, apart = _trimmed(rounds), _trimmed(split or rounds)
     total = fmean(r["total"] for r in kept)
     scale = min(1.0, total / fmean(r["total"] for r in apart))
     part = {s: scale * fmean(r[s] for r in apart) for s in ("draft", "target", "verify")}
+    both = part["target"] + part["verify"]
+    communication = min(both, scale * fmean(r.get("communication", 0.0) for r in apart))
     totals = sorted(r["total"] for r in rounds)
     fifth = len(totals) // 5
-    return Pieces(part["draft"], part["target"] + part["verify"] - communication, communication,
+    return Pieces(part["draft"], both - communication, communication,
                   max(0.0, total - sum(part.values())), totals[fifth], totals[-1 - fifth])
 
 
@@ -252,6 +254,18 @@ def depth_table(rows: list) -> tuple:
     for r in rows:
         cells = [f"{u:.2f}" if d == 1 else f"{u:.2f} ({c:.2f})" for d, u, c in r.stats.per_depth()]
         out.append([r.draft, r.shape, *cells, *[""] * (depths - len(cells))])
+    return header, out
+
+
+def ranks_table(rows: list, split: list) -> tuple:
+    """The pieces of every row's round on every rank. split: as ranks.split_of gives it."""
+    header = ["draft", "shape", "rank", "draft ms", "verify", "comm", "other", "round", "comm share"]
+    out = []
+    for row, parts in zip(rows, split):
+        for p in parts:
+            total = p["draft"] + p["verify"] + p["communication"] + p["other"]
+            ms = [f"{p[k]:.2f}" for k in ("draft", "verify", "communication", "other")]
+            out.append([row.draft, row.shape, str(p["rank"]), *ms, f"{total:.2f}", f"{100 * p['communication'] / total:.0f} %"])
     return header, out
 
 

@@ -11,12 +11,14 @@ import torch
 from .. import _ops
 from ..eagle3.checkpoint import load_draft
 from ..eagle3.decode import Decoder
+from ..eagle3.graph_decode import GraphDecoder
 from ..eagle3.shapes import parse_shape
 from ..models.demo import demo_target_path
 from ..models.hf import read_json
 from ..models.load import load_target, load_tokenizer
 from ..tree.ngram import NgramDrafter
 from .output import Output
+from .ranks import local_device
 
 STEP_OPS = ("probe", "draft_topk", "grow_tree", "build_tree", "prepare_tree", "rope_append", "tree_attention", "verify_tree",
             "compact_kv")
@@ -34,6 +36,7 @@ class Session:
     draft_name: str
     device: torch.device
     notes: list
+    exact: bool = False
 
     def decoder(self, tree: str) -> Decoder:
         """A decoder for one shape name; an n-gram drafter drafts as many nodes as the shape holds."""
@@ -41,6 +44,11 @@ class Session:
         if isinstance(draft, NgramDrafter) and tree not in ("auto", "off"):
             matches = 1 if tree.startswith("chain") else 4
             draft = NgramDrafter(num_draft=parse_shape(tree).nodes - 1, num_matches=matches)
+        captured = self.device.type == "cuda" and self.target.comm is None and _ops.has_kernel("next_inputs", "cuda")
+        if (captured or self.exact) and not isinstance(draft, NgramDrafter):
+            return GraphDecoder(self.target, draft, tree=tree, exact=self.exact)
+        if self.exact:
+            raise ValueError("exact: the drafter must be an EAGLE-3 draft or none; got n-gram lookup. Fix: leave --exact out.")
         return Decoder(self.target, draft, tree=tree)
 
     def with_draft(self, given: Optional[str]) -> "Session":
@@ -72,14 +80,14 @@ def open_session(command: str, args: argparse.Namespace, out: Output, with_token
     if args.threads:
         torch.set_num_threads(args.threads)
     notes: list = []
-    device = _device(command, args.device, notes)
+    device = local_device(_device(command, args.device, notes))
     path = _target_path(command, args.target)
     dtype = getattr(torch, args.dtype)
     with out.status("loading the models"):
         tokenizer = load_tokenizer(path) if with_tokenizer else None
         target = load_target(path, dtype, device)
         draft, name = _draft(args.draft, target, dtype, device, notes) if drafts else (None, "none")
-    return Session(target, draft, tokenizer, str(path), name, device, notes)
+    return Session(target, draft, tokenizer, str(path), name, device, notes, getattr(args, "exact", False))
 
 
 def _target_path(command: str, given: Optional[str]) -> Path:

@@ -18,10 +18,10 @@ def all_gather_small(x: torch.Tensor, comm, out: Optional[torch.Tensor] = None) 
     """
     shape = (comm.world, *x.shape) if not comm.virtual else (comm.world, comm.world, *x.shape[1:])
     out = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
+    comm.begin("all_gather_small", x)
     if comm.gathers:
         _ops.get("all_gather_small")(comm.gather(x), out, comm.handle)
         return out
     _ops.require_kernel("all_gather_small", x.device)
-    comm.claim_stream()
     _ops.get("all_gather_small")(x, out, comm.handle)
     return out

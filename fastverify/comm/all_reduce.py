@@ -20,10 +20,10 @@ def all_reduce(x: torch.Tensor, comm, out: Optional[torch.Tensor] = None) -> tor
     rank: (W - 1) S one-shot, 2 (W - 1) / W S two-shot. Graph-safe on CUDA; on the CPU it goes through the process group.
     """
     out = torch.empty_like(x) if out is None else out
+    comm.begin("all_reduce", x)
     if comm.gathers:
         _ops.get("all_reduce")(comm.gather(x), out, comm.handle)
         return out
     _ops.require_kernel("all_reduce", x.device)
-    comm.claim_stream()
-    _ops.get("all_reduce")(x, out, comm.handle)
+    _ops.get("all_reduce")(x, out, comm.handle_for(x.nbytes))
     return out

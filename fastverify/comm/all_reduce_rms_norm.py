@@ -21,16 +21,21 @@ def all_reduce_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.T
     Errors and deadline: see all_reduce. Cost: one launch, 3 rows read and 2 written per row. Graph-safe on CUDA.
     """
     out = torch.empty_like(residual) if out is None else out
+    comm.begin("all_reduce_rms_norm", x)
     if comm.gathers:
         _ops.get("all_reduce_rms_norm")(comm.gather(x), residual, weight, out, None, comm.handle, eps)
         return out
     _ops.require_kernel("all_reduce_rms_norm", x.device)
-    comm.claim_stream()
-    _ops.get("all_reduce_rms_norm")(x, residual, weight, out, prefetch, comm.handle, eps)
+    _ops.get("all_reduce_rms_norm")(x, residual, weight, out, prefetch, comm.handle_for(x.nbytes), eps)
     return out
 
 
-def prefetch_table(weights: list) -> torch.Tensor:
-    """Addresses and sizes of contiguous CUDA tensors as all_reduce_rms_norm takes them; make it once, keep the tensors."""
-    rows = [[w.data_ptr(), w.numel() * w.element_size()] for w in weights]
+def prefetch_table(weights: list, limit: Optional[int] = None) -> torch.Tensor:
+    """Addresses and sizes of contiguous CUDA tensors as all_reduce_rms_norm takes them; make it once, keep the tensors. limit: bytes
+    in all (the first ones are taken): more than the L2 holds would push out what was pulled in."""
+    rows, left = [], limit if limit is not None else sum(w.nbytes for w in weights)
+    for w in weights:
+        if left > 0:
+            rows.append([w.data_ptr(), min(w.nbytes, left)])
+            left -= rows[-1][1]
     return torch.tensor(rows, dtype=torch.int64, device=weights[0].device).reshape(-1, 2)

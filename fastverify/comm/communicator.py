@@ -1,19 +1,25 @@
 """Communicator: the group, the memory and the handle behind all_reduce, all_reduce_rms_norm and all_gather_small."""
 
-from typing import Optional
+import uuid
+from datetime import timedelta
+from typing import Callable, Optional
 
 import torch
 import torch.distributed as dist
 
-from .slabs import host_slabs, peer_slabs, wait_until_idle
+from .nccl import END_SECONDS, open_nccl, wait_or_abort
+from .slabs import call_state, host_slabs, peer_slabs, wait_until_idle
 from .topology import _control
 
 DEADLINE_SECONDS = 10.0
+SETUP_SECONDS = 120.0  # of one step of set-up: a rank that does not come to it is an error on the others
 OVERLAP_ROWS = 256  # from here on a row-parallel linear is cut in chunks whose sums overlap the next chunk's product
-BLOCKS = 32  # per rank: enough to fill a link, few enough to be resident beside anything else
-_EPOCH, _MISSING_MASK, _STATE_WORDS = 0, 5, 8
+BLOCKS = 64  # at most, per rank: enough to fill a link, few enough to be resident beside anything else
+FP8_BYTES = 64 << 10     # wire="fp8": up to here coding costs what it saves (docs/performance.md)
+ISLAND_BYTES = 32 << 10  # islands=True: up to here a third hop costs what the link between saves
+_MISSING_MASK, _STATUS_WORDS = 5, 8
 _FAILURE, _FAILED_RANK, _FAILED_EPOCH, _FAILED_STAGE = 0, 1, 3, 4
-BACKENDS = ("auto", "peer", "host")
+BACKENDS = ("auto", "peer", "host", "nccl")
 
 
 class CommunicatorError(RuntimeError):
@@ -28,9 +34,21 @@ class Communicator:
         every device has one meaning of the sum.
     max_bytes: the largest input of one rank; sizes the memory (6 W max_bytes on the GPU).
     backend, on CUDA: "peer" (GPU memory that peers write, through NVLink or PCIe), "host" (mailboxes in /dev/shm, for
-        machines without peer access), "auto": peer where every pair proves it (fastverify.comm.peer_check), else host.
-    deadline: seconds a call waits for its peers before it gives up on all ranks.
-    one_shot_bytes: inputs up to here take one hop (W - 1 copies), larger ones two; None: a rule per W.
+        machines without peer access), "nccl" (NCCL alone, a communicator of our own), "auto": peer where every pair proves
+        it (fastverify.comm.peer_check), else host, else NCCL; beside it NCCL, where there is one, for inputs above a
+        measured crossover and above max_bytes.
+    deadline: seconds a call waits for its peers before it gives up on all ranks. NCCL itself waits for ever: wait().
+    one_shot_bytes: inputs up to here take one hop (W - 1 copies), larger ones two; None: measured ("auto") or a rule per W.
+    nccl: options of ncclConfig_t (fastverify.comm.nccl.nccl_config); given, NCCL stands beside "peer" and "host" too.
+    deterministic: NCCL is used only where the backend is "nccl": its sums are equal on all ranks but may round elsewhere
+        than ours (at W = 2 they are the same).
+    wire: "exact", or "fp8": LOSSY. Inputs above FP8_BYTES travel as e4m3 with a scale per 128 values, 0.52 of the bytes of
+        bf16; each value is off by up to 1/16 of itself. For slow links and many rows, never chosen by itself.
+    islands: True where ranks [0, W/2) and [W/2, W) each sit behind a switch or socket of their own: inputs above ISLAND_BYTES
+        are summed inside first and S bytes in all cross the link between, instead of 4 S (W = 8). The sum of an island is
+        rounded before it crosses, so results differ from the other forms' in the last bit; refused with deterministic=True.
+    debug: every call that is not captured first compares op, shape and dtype of all ranks on the host (slow, synchronous) and
+        raises CommunicatorError on every rank with who called what, instead of a wrong sum or a wait until the deadline.
 
     One communicator serves one stream and one graph's replays at a time: a call on a second stream is refused.
     Use as a context manager or call close() on every rank. `Communicator.make_virtual(world, device)` makes `world` ranks
@@ -38,47 +56,113 @@ class Communicator:
     """
 
     def __init__(self, group=None, device: "torch.device | str" = "cpu", max_bytes: int = 1 << 20, *, backend: str = "auto",
-                 deadline: float = DEADLINE_SECONDS, one_shot_bytes: Optional[int] = None, blocks: int = BLOCKS):
+                 deadline: float = DEADLINE_SECONDS, one_shot_bytes: Optional[int] = None, blocks: int = BLOCKS,
+                 nccl: Optional[dict] = None, deterministic: bool = False, debug: bool = False, wire: str = "exact",
+                 islands: bool = False):
         self.device = torch.device(device)
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError("Communicator: torch.distributed must be initialised; got no process group. "
                                "Fix: torch.distributed.init_process_group(...), or Communicator.make_virtual for one process.")
         if backend not in BACKENDS:
             raise ValueError(f"Communicator: backend must be {'|'.join(BACKENDS)}; got {backend!r}. Fix: leave it at \"auto\".")
+        check_forms(wire, islands, deterministic)
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.virtual, self.gathers = False, self.device.type == "cpu"
-        self._stream, self._side, self._memory, self.overlap_rows = None, None, [], OVERLAP_ROWS
+        self._reset()
+        self.debug, self.wire, self.islands = debug, wire, islands
         if self.gathers:
             self.reason = "CPU tensors go through the process group"
             self._open("gathered", -1, max_bytes, one_shot_bytes, deadline, [], blocks)
             return
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self._control_group = dist.new_group(dist.get_process_group_ranks(group or dist.group.WORLD), backend="gloo")
-        transport, self.reason = self._choose(backend)
+        self._control_group = dist.new_group(dist.get_process_group_ranks(group or dist.group.WORLD), backend="gloo",
+                                             timeout=timedelta(seconds=SETUP_SECONDS))
+        self.name = self._exchange(f"fastverify-{uuid.uuid4().hex[:12]}")[0]
+        self.deterministic = deterministic
         with torch.cuda.device(self.device):
             torch.zeros(1, device=self.device)  # the context that the control plane uses
-            self._memory, slabs = (peer_slabs if transport == "peer" else host_slabs)(self, max_bytes)
-            self.state = torch.zeros(_STATE_WORDS, dtype=torch.int32, device=self.device)
-            self.state[_EPOCH] = 1
-            self.status = torch.zeros(1, _STATE_WORDS, dtype=torch.int32, pin_memory=True)
+            self.state = call_state(1, self.device)
+            self.status = torch.zeros(1, _STATUS_WORDS, dtype=torch.int32, pin_memory=True)
+            transport, slabs, self.reason = self._connect(backend, max_bytes)
+            if transport == "nccl" or nccl is not None or (backend == "auto" and not deterministic):
+                self._open_nccl(nccl, deadline, blocks, needed=transport == "nccl" or nccl is not None)
             wait_until_idle(self.device)
-        ranks = [(slabs, self.state.data_ptr(), self.status.data_ptr(), 0)]
-        self._open(transport, self.device.index, max_bytes, one_shot_bytes, deadline, ranks, blocks)
+        if transport == "nccl":
+            self._handle, self.transport, self.max_bytes, self.nccl_bytes = self._nccl_handle, "nccl", max_bytes, 0
+            self.handle, self.one_shot_bytes = self._handle.address, 0
+        else:
+            ranks = [(slabs, self.state.data_ptr(), self.status.data_ptr(), 0)]
+            self._open(transport, self.device.index, max_bytes, one_shot_bytes, deadline, ranks, blocks)
+            self.nccl_bytes = max_bytes + 1 if self.nccl is not None else None
         dist.barrier(self._control_group)  # every slab is mapped and clean before the first call
+        if backend == "auto":
+            from .tuner import tune
+            tune(self, one_shot_bytes is None)
 
-    def _choose(self, backend: str) -> tuple:
+    def _reset(self) -> None:
+        self._stream, self._side, self._memory, self.overlap_rows = None, None, [], OVERLAP_ROWS
+        self.nccl, self._nccl_handle, self.nccl_library, self.nccl_bytes, self.splits = None, None, None, None, {}
+        self.tuned, self.debug = "nothing was measured", False
+        self._control_group, self._lost, self.wire, self.islands = None, False, "exact", False
+
+    def _connect(self, backend: str, max_bytes: int) -> tuple:
+        """(transport, addresses, why) of the first way that works on every rank."""
+        makers = {"peer": peer_slabs, "host": host_slabs, "nccl": lambda *_: ([], [])}
         if backend != "auto":
-            return backend, f'backend="{backend}" was asked for'
+            self._memory, slabs = makers[backend](self, max_bytes)
+            return backend, slabs, f'backend="{backend}" was asked for'
         from .peer_check import peer_verdict
-        reasons = self._exchange(peer_verdict(self.device, self._exchange(_device_key(self.device)), self.rank))
-        bad = [f"rank {r}: {text}" for r, text in enumerate(reasons) if text]
-        return ("host", "; ".join(bad)) if bad else ("peer", "every pair of GPUs proved peer access")
+        keys = self._exchange(_device_key(self.device))
+        verdicts = self._exchange(peer_verdict(self.device, keys, self.rank))
+        said = [f"rank {r}: {text}" for r, text in enumerate(verdicts) if text]
+        for transport in ("host", "nccl") if said else ("peer", "host", "nccl"):
+            try:
+                self._memory, slabs = makers[transport](self, max_bytes)
+            except CommunicatorError as exc:  # on every rank alike
+                said.append(str(exc))
+                continue
+            return transport, slabs, "; ".join(said) or "every pair of GPUs proved peer access"
+        raise AssertionError("the last way makes nothing that could fail")
+
+    def _open_nccl(self, options: Optional[dict], deadline: float, blocks: int, needed: bool) -> None:
+        try:
+            self.nccl_library, self.nccl = open_nccl(self, options)
+        except RuntimeError:
+            if needed:
+                raise
+            return  # large messages are then cut or refused, as max_bytes says
+        self._nccl_handle = _control().Handle(
+            world=self.world, rank=self.rank, local_ranks=1, transport="nccl", device=self.device.index, blocks=blocks,
+            max_bytes=1 << 62, one_shot_bytes=0, deadline_ns=int(deadline * 1e9), ranks=[], nccl=self.nccl)
+
+    def _together(self, what: str, make: Callable):
+        """make() on every rank; where it fails on any, all raise CommunicatorError in the same words. Set-up only."""
+        value, error = None, ""
+        try:
+            value = make()
+        except (RuntimeError, OSError, MemoryError) as exc:
+            error = str(exc) or type(exc).__name__
+        try:
+            errors = self._exchange(error)
+        except RuntimeError as exc:
+            raise CommunicatorError(f"Communicator: all {self.world} ranks must take part in {what}; got {exc}. "
+                                    "Fix: look at the ranks that left or hang, then make the communicator again.") from exc
+        bad = [f"rank {r}: {text}" for r, text in enumerate(errors) if text]
+        if bad:
+            raise CommunicatorError(f"Communicator: {what} must succeed on every rank; got {'; '.join(bad)}")
+        return value
+
+    def handle_for(self, nbytes: int) -> int:
+        """What an op is given for an input of nbytes: NCCL's handle from the crossover on, else that of the own kernels."""
+        if self.nccl_bytes is not None and nbytes >= self.nccl_bytes:
+            return self._nccl_handle.address
+        return self.handle
 
     def _exchange(self, value) -> list:
         values = [None] * self.world
-        dist.all_gather_object(values, value, group=self._control_group)
+        dist.all_gather_object(values, value, group=self.group if self.gathers else self._control_group)
         return values
 
     @classmethod
@@ -93,17 +177,15 @@ class Communicator:
         self = cls.__new__(cls)
         self.device, self.group, self.reason = torch.device(device), None, "virtual ranks"
         self.rank, self.world, self.virtual, self.gathers = 0, world, True, False
-        self._stream, self._side, self._memory, self.overlap_rows = None, None, [], OVERLAP_ROWS
+        self._reset()
         control = _control()
-        size = control.slab_bytes(world, max_bytes, transport)
+        size = control.slab_bytes(world, max_bytes)
         memory = "cpu" if emulated or transport == "host" else self.device
         pin = transport == "host" and not emulated
         self.slabs = torch.zeros(world, size, dtype=torch.uint8, device=memory, pin_memory=pin)
-        if transport == "peer":
-            self.slabs[:, control.SLAB_HEADER:control.gather_offset(world, max_bytes, transport)] = 0xFF
-        self.state = torch.zeros(world, _STATE_WORDS, dtype=torch.int32, device="cpu" if emulated else self.device)
-        self.state[:, _EPOCH] = epoch if epoch < 1 << 31 else epoch - (1 << 32)
-        self.status = torch.zeros(world, _STATE_WORDS, dtype=torch.int32, pin_memory=not emulated)
+        self.slabs[:, control.SLAB_HEADER:control.gather_offset(world, max_bytes)] = 0xFF
+        self.state = call_state(world, "cpu" if emulated else self.device, epoch)
+        self.status = torch.zeros(world, _STATUS_WORDS, dtype=torch.int32, pin_memory=not emulated)
         self.hooks = torch.zeros(world, 16, dtype=torch.int32, device=self.state.device) if hooks else None
         bases = [self.slabs[r].data_ptr() for r in range(world)]
         ranks = [(bases, self.state[r].data_ptr(), self.status[r].data_ptr(), self.hooks[r].data_ptr() if hooks else 0)
@@ -120,6 +202,30 @@ class Communicator:
             device=index, blocks=blocks, max_bytes=max_bytes, one_shot_bytes=self.one_shot_bytes,
             deadline_ns=int(deadline * 1e9), ranks=ranks)
         self.handle = self._handle.address
+        if self.wire == "fp8":
+            self._handle.set_fp8_bytes(FP8_BYTES)
+        if self.islands:
+            self._handle.set_island_bytes(ISLAND_BYTES)
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest input of one call: max_bytes, or what NCCL takes."""
+        return self.max_bytes if self.nccl is None else 1 << 62
+
+    def set_one_shot_bytes(self, nbytes: int) -> None:
+        """Inputs up to here go one-shot. The same on every rank; captured graphs keep what they were captured with."""
+        self.one_shot_bytes = nbytes
+        self._handle.set_one_shot_bytes(nbytes)
+
+    def begin(self, op: str, x: torch.Tensor) -> None:
+        """Before every call: the checks that only the host can make."""
+        if self.debug and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            said = self._exchange(f"{op} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}")
+            if len(set(said)) > 1:
+                calls = "; ".join(f"rank {r}: {text}" for r, text in enumerate(said))
+                raise CommunicatorError(f"{op}: all ranks must make the same call; got {calls}. Fix: look at the ranks that differ.")
+        if not self.gathers:
+            self.claim_stream()
 
     def claim_stream(self) -> None:
         """Refuses a call on another stream than the first one's: two streams would mix their messages. Capture is free."""
@@ -172,9 +278,14 @@ class Communicator:
         """Raises CommunicatorError if a call has given up, naming the ranks. Waits for nothing; call it after a sync."""
         if self.gathers:
             return
+        error = self.nccl.async_error() if self.nccl is not None else ""
+        if error:
+            raise CommunicatorError(f"Communicator: NCCL must run without an error; got {error}. Fix: look at the other ranks, then "
+                                    "make the communicator again.")
         failed = [w for w in ([int(v) for v in row] for row in self.status) if w[_FAILURE]]
         if not failed:
             return
+        self._lost = True
         # The root: the earliest call, and in it whoever waited for an input; waiting for an owner's result is a consequence.
         first = min(failed, key=lambda w: (w[_FAILED_EPOCH] & 0xFFFFFFFF, not w[_MISSING_MASK], w[_FAILED_STAGE], w[_FAILURE]))
         missing = [p for p in range(self.world) if first[_MISSING_MASK] >> p & 1]
@@ -183,16 +294,38 @@ class Communicator:
             f"Communicator: every rank must reach call {first[_FAILED_EPOCH] & 0xffffffff} within the deadline; got: {who} "
             f"(seen by rank {first[_FAILED_RANK]}). Fix: look at those ranks, then make the communicator again.")
 
+    def wait(self, seconds: float = DEADLINE_SECONDS) -> None:
+        """Waits on the host until the current stream's work is done, then check(). NCCL waits for a lost peer for ever: after
+        `seconds` its kernels are aborted, and CommunicatorError names the ranks that do not answer. Outside captured steps."""
+        missing = wait_or_abort(self, seconds)
+        if missing is not None:
+            if self.nccl is not None:
+                self._nccl_handle.close()
+            who = f"rank(s) {missing} did not come" if missing else "all ranks answer but the work did not end"
+            raise CommunicatorError(f"Communicator: the work must end within {seconds:g} s; got: {who}. "
+                                    "Fix: look at those ranks, then make the communicator again.")
+        self.check()
+
     def close(self) -> None:
-        """Later calls are refused in words. Collective on CUDA: peers may still be writing until all have come."""
+        """Later calls are refused in words. Collective on CUDA: peers may still be writing until all have come. Graphs that
+        captured NCCL calls keep it from closing in order: drop them first, else it is left behind after some seconds."""
         self._handle.close()
+        if self.nccl is not None:
+            wait_until_idle(self.device)
+            self._nccl_handle.close()
+            self.nccl.close(END_SECONDS)
+            self.nccl = None
         if self._memory:
             wait_until_idle(self.device)
             try:
-                dist.barrier(self._control_group)
+                if not self._lost:  # else nobody writes any more, and some would not come
+                    dist.barrier(self._control_group)
             except RuntimeError:
-                pass  # a peer is gone: nobody writes any more
+                pass  # a peer is gone
             self._memory = []
+        if self._control_group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._control_group)
+            self._control_group = None
 
     def __enter__(self) -> "Communicator":
         return self
@@ -203,6 +336,14 @@ class Communicator:
 
 def _device_key(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def check_forms(wire: str, islands: bool, deterministic: bool) -> None:
+    if wire not in ("exact", "fp8"):
+        raise ValueError(f'Communicator: wire must be exact|fp8; got {wire!r}. Fix: leave it at "exact".')
+    if deterministic and (islands or wire != "exact"):
+        raise ValueError(f"Communicator: deterministic=True must be with wire=\"exact\" and islands=False, whose bits do not depend on "
+                         f"the size; got wire={wire!r}, islands={islands}. Fix: choose one.")
 
 
 def default_one_shot_bytes(world: int, max_bytes: int) -> int:

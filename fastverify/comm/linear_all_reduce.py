@@ -1,4 +1,4 @@
-"""linear_all_reduce: a row-parallel linear whose sum over ranks overlaps the product, chunk by chunk."""
+"""linear_all_reduce: a row-parallel linear whose sum over ranks overlaps the product, piece by piece."""
 
 from typing import Optional
 
@@ -7,49 +7,129 @@ import torch
 from ..models.linear import linear
 from .all_reduce import all_reduce
 
-MIN_CHUNK_ROWS = 128  # below this the product has no second wave of tiles to hide a sum behind
+ONE_PIECE = ("rows", 1)
+KINDS = ("rows", "columns", "growing")
+GRAIN = 128  # columns: growing pieces are whole tiles of a product
 
 
-def chunk_rows(rows: int, overlap_rows: int, chunks: int = 0) -> int:
-    """Rows per chunk. chunks 0: two or more pieces of at least MIN_CHUNK_ROWS where rows >= overlap_rows, else one."""
-    if chunks == 0:
-        chunks = 1 if rows < overlap_rows else max(1, min(4, rows // MIN_CHUNK_ROWS))
-    return -(-rows // chunks) if rows else 1
+def split_for(rows: int, n: int, measured: list, overlap_rows: int) -> tuple:
+    """(kind, pieces) for `rows` rows of n outputs. measured: ascending (rows, kind, pieces) of the tuner; the last entry that is
+    not above `rows` decides. Without one: below overlap_rows one piece, else four pieces of columns (or of rows). Pure."""
+    if measured:
+        kind, pieces = ONE_PIECE
+        for r, a, b in measured:
+            if r <= rows:
+                kind, pieces = a, b
+        return kind, pieces
+    if rows < overlap_rows:
+        return ONE_PIECE
+    return ("columns", 4) if n % 64 == 0 else ("rows", max(1, min(4, rows // 128)))
+
+
+def column_widths(n: int, kind: str, pieces: int) -> list:
+    """Columns of each piece. "columns": equal. "growing": each twice the one before, in whole GRAINs, so that little is exposed
+    before the first sum and every sum covers the next product. Pure."""
+    if kind == "columns":
+        return [n // pieces] * pieces
+    units, whole = n // GRAIN, (1 << pieces) - 1
+    widths = [max(1, round(units * (1 << i) / whole)) * GRAIN for i in range(pieces - 1)]
+    return [*widths, n - sum(widths)]
+
+
+def shape_name(n: int, k: int, dtype: torch.dtype) -> str:
+    return f"{n},{k},{str(dtype).removeprefix('torch.')}"
+
+
+def cut(rows: int, weight: torch.Tensor, comm, split: Optional[tuple] = None) -> tuple:
+    """(kind, pieces) for a linear of this weight on this communicator: `split`, else the tuner's or the rule's; more pieces where
+    one would be larger than a sum may be."""
+    n = weight.shape[0]
+    measured = comm.splits.get(shape_name(n, weight.shape[1], weight.dtype)) if comm.splits else None
+    kind, pieces = split or split_for(rows, n, measured or [], comm.overlap_rows)
+    if (kind not in KINDS or pieces < 1 or (kind == "columns" and n % pieces) or
+            (kind == "growing" and (pieces > 6 or n < GRAIN << pieces))):
+        raise ValueError(f"linear_all_reduce: split must be (\"rows\"|\"columns\"|\"growing\", pieces) that the columns can be cut into; "
+                         f"got {(kind, pieces)} for {n} columns. Fix: leave it out.")
+    largest = max(1, comm.largest_bytes // (n * weight.element_size()))  # rows of one sum
+    share = -(-rows // pieces) if kind != "growing" else -(-rows * max(column_widths(n, kind, pieces)) // n)
+    if share > largest:
+        kind, pieces = "rows", -(-rows // largest)
+    return kind, pieces
+
+
+def overlaps(rows: int, weight: torch.Tensor, comm) -> bool:
+    """Whether a row-parallel layer should call linear_all_reduce for so many rows (else all_reduce_rms_norm). Pure in shapes."""
+    return cut(rows, weight, comm) != ONE_PIECE
 
 
 def linear_all_reduce(x: torch.Tensor, weight: torch.Tensor, comm, bias: Optional[torch.Tensor] = None, *,
-                      chunks: int = 0) -> torch.Tensor:
+                      split: Optional[tuple] = None, residual: Optional[torch.Tensor] = None) -> torch.Tensor:
     """Sum over ranks of x @ weight.T (+ bias): what a row-parallel layer owes the residual stream.
 
-    x [R, K / W] and weight [N, K / W] of this rank; bias on one rank only (it is summed). chunks: 0 decides by rows.
-    Returns [R, N], the same bits on every rank for equal chunking.
+    x [R, K / W] and weight [N, K / W] of this rank; bias [N] on one rank only (it is summed). residual [R, N]: the sum is added to
+        it, in place, and it is returned. split: ("columns"|"growing"|"rows", pieces), None: what the tuner found for (N, K / W), else
+        a rule.
+    Returns [R, N], the same bits on every rank for equal splits.
 
-    On CUDA each chunk's sum runs on the communicator's side stream while the next chunk's product runs on the current
-    one; both are joined before it returns, so it can be captured. With few rows one chunk is best: a skinny product ends
-    in one wave and leaves nothing to overlap (docs/performance.md). Chunks larger than comm.max_bytes are cut further.
-    Errors: those of all_reduce. Cost: as many launches more as there are chunks.
+    On CUDA each piece's sum runs on the communicator's side stream while the next piece's product runs on the current one; both
+    are joined before it returns, so it can be captured. Pieces of columns read each weight once and are best up to some hundred
+    rows; pieces of rows need no copy at the end. With few rows one piece is best: a skinny product ends in one wave and leaves
+    nothing to overlap (docs/performance.md). Pieces larger than comm.max_bytes are cut further unless NCCL takes them.
+    Errors: those of all_reduce; ValueError for a split that does not fit. Cost: two launches more per piece.
     """
-    rows = x.shape[0]
-    step = chunk_rows(rows, comm.overlap_rows, chunks)
-    step = max(1, min(step, comm.max_bytes // (weight.shape[0] * x.element_size())))
+    rows, n = x.shape[0], weight.shape[0]
+    kind, pieces = cut(rows, weight, comm, split)
+    if kind != "rows" and pieces > 1:
+        return _by_columns(x, weight, comm, bias, column_widths(n, kind, pieces), residual)
+    step = -(-rows // pieces) if rows else 1
     if step >= rows:
         y = linear(x, weight, bias)
-        return all_reduce(y, comm, out=y)
-    out = torch.empty(rows, weight.shape[0], dtype=x.dtype, device=x.device)
-    pieces = zip(x.split(step), out.split(step))
-    if x.device.type != "cuda":
-        for part, to in pieces:
-            all_reduce(linear(part, weight, bias), comm, out=to)
-        return out
-    main, side = torch.cuda.current_stream(x.device), comm.side_stream()
-    side.wait_stream(main)  # earlier calls of this communicator come first
-    for part, to in pieces:
-        y = linear(part, weight, bias)
-        done = torch.cuda.Event()
-        done.record(main)
-        with torch.cuda.stream(side):
-            side.wait_event(done)
-            all_reduce(y, comm, out=to)
-            y.record_stream(side)
-    main.wait_stream(side)
+        all_reduce(y, comm, out=y)
+        return y if residual is None else residual.add_(y)
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    parts = [(lambda part=part: linear(part, weight, bias)) for part in x.split(step)]
+    overlapped(parts, list(out.split(step)), comm)
+    return out if residual is None else residual.add_(out)
+
+
+def _by_columns(x, weight, comm, bias, widths: list, residual) -> torch.Tensor:
+    rows, n = x.shape[0], weight.shape[0]
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device) if residual is None else residual
+    flat = torch.empty(rows * n, dtype=x.dtype, device=x.device)
+    ends = [sum(widths[:i + 1]) for i in range(len(widths))]
+    sums = [flat[rows * (end - w):rows * end].view(rows, w) for w, end in zip(widths, ends)]
+
+    def put(i: int) -> None:  # while the next sums travel
+        columns = out[:, ends[i] - widths[i]:ends[i]]
+        columns.copy_(sums[i]) if residual is None else columns.add_(sums[i])
+    parts = [(lambda a=end - w, b=end: linear(x, weight[a:b], None if bias is None else bias[a:b])) for w, end in zip(widths, ends)]
+    overlapped(parts, sums, comm, put)
     return out
+
+
+def overlapped(parts: list, sums: list, comm, then=None) -> None:
+    """sums[i] = sum over ranks of parts[i](), each sum beside the next product; then(i) on the current stream when sums[i] is there."""
+    if not sums[0].is_cuda:
+        for i, (part, to) in enumerate(zip(parts, sums)):
+            all_reduce(part(), comm, out=to)
+            if then is not None:
+                then(i)
+        return
+    main, side = torch.cuda.current_stream(sums[0].device), comm.side_stream()
+    side.wait_stream(main)  # earlier calls of this communicator come first
+    kept, done = [], []     # products live until the streams have joined
+    for part, to in zip(parts, sums):
+        y = part()
+        kept.append(y)
+        ready, summed = torch.cuda.Event(), torch.cuda.Event()
+        ready.record(main)
+        with torch.cuda.stream(side):
+            side.wait_event(ready)
+            all_reduce(y, comm, out=to)
+            summed.record(side)
+        done.append(summed)
+    for i, summed in enumerate(done):
+        main.wait_event(summed)
+        if then is not None:
+            then(i)
+

@@ -7,6 +7,7 @@ import sys
 import torch
 
 from .. import _ops
+from .slabs import call_state
 from .topology import _control
 
 SECONDS = 60
@@ -63,13 +64,12 @@ def check_pair(a: int, b: int, rounds: int = 8) -> str:
     devices = [torch.device("cuda", a), torch.device("cuda", b)]
     for d, e in (devices, devices[::-1]):
         torch.ones(1, device=d).to(e)  # torch enables peer access between the two contexts here
-    slabs = [torch.zeros(control.slab_bytes(2, size, "peer"), dtype=torch.uint8, device=d) for d in devices]
-    state = [torch.zeros(8, dtype=torch.int32, device=d) for d in devices]
+    slabs = [torch.zeros(control.slab_bytes(2, size), dtype=torch.uint8, device=d) for d in devices]
+    state = [call_state(1, d) for d in devices]
     status = [torch.zeros(8, dtype=torch.int32, pin_memory=True) for _ in devices]
     handles = []
     for r in (0, 1):
-        slabs[r][control.SLAB_HEADER:control.gather_offset(2, size, "peer")] = 0xFF
-        state[r][0] = 1
+        slabs[r][control.SLAB_HEADER:control.gather_offset(2, size)] = 0xFF
         handles.append(control.Handle(
             world=2, rank=r, local_ranks=1, transport="peer", device=devices[r].index, blocks=8, max_bytes=size, one_shot_bytes=size,
             deadline_ns=5_000_000_000, ranks=[([s.data_ptr() for s in slabs], state[r].data_ptr(), status[r].data_ptr(), 0)]))

@@ -1,4 +1,7 @@
-"""The memory of a GPU communicator: made once before the first call, given back after the last. Nothing of it is on the step path."""
+"""The memory of a GPU communicator: made once before the first call, given back after the last. Nothing of it is on the step path.
+
+Every step that may fail on one rank is taken by all ranks together: either all go on or all raise the same words.
+"""
 
 import os
 import uuid
@@ -14,30 +17,47 @@ def wait_until_idle(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
+def call_state(ranks: int, device, epoch: int = 1) -> torch.Tensor:
+    """int32 [ranks, words]: what the kernels of each rank keep between calls (csrc/comm/fv_comm.h), before call `epoch`."""
+    control = _control()
+    state = torch.zeros(ranks, control.STATE_WORDS, dtype=torch.int32, device=device)
+    state[:, :control.EPOCH_WORDS] = epoch if epoch < 1 << 31 else epoch - (1 << 32)
+    return state
+
+
 def peer_slabs(comm, max_bytes: int) -> tuple:
     """(owners, addresses by rank): this rank's slab in GPU memory and those of its peers, mapped through CUDA IPC."""
     control = _control()
-    own = control.DeviceSlab(control.slab_bytes(comm.world, max_bytes, "peer"))
-    first = control.gather_offset(comm.world, max_bytes, "peer")
-    own.fill(0, control.slab_bytes(comm.world, max_bytes, "peer"), 0)
-    own.fill(control.SLAB_HEADER, first - control.SLAB_HEADER, 0xFF)  # slots wait for words that are not all ones
-    handles = comm._exchange(own.ipc_handle())
-    peers = [own if r == comm.rank else control.PeerSlab(h) for r, h in enumerate(handles)]
+    size, first = control.slab_bytes(comm.world, max_bytes), control.gather_offset(comm.world, max_bytes)
+
+    def make() -> tuple:
+        slab = control.DeviceSlab(size)
+        slab.fill(0, size, 0)
+        slab.fill(control.SLAB_HEADER, first - control.SLAB_HEADER, 0xFF)  # slots wait for words that are not all ones
+        return slab, slab.ipc_handle()
+    own, handle = comm._together("making a slab", make)
+    handles = comm._exchange(handle)
+    peers = comm._together("mapping the slabs of the peers",
+                           lambda: [own if r == comm.rank else control.PeerSlab(h) for r, h in enumerate(handles)])
     return peers, [p.address for p in peers]
 
 
 def host_slabs(comm, max_bytes: int) -> tuple:
     """(owners, device addresses by rank): one mailbox per reader in /dev/shm, mapped by every rank's GPU."""
     control = _control()
-    size = control.slab_bytes(comm.world, max_bytes, "host")
-    own = control.HostRegion(f"/fastverify-{os.getpid()}-{uuid.uuid4().hex[:12]}", size, create=True)
+    size = control.slab_bytes(comm.world, max_bytes)
+    name = f"/fastverify-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+    def make():
+        region = control.HostRegion(name, size, create=True)
+        region.fill(control.SLAB_HEADER, control.gather_offset(comm.world, max_bytes) - control.SLAB_HEADER, 0xFF)  # empty slots
+        return region
+    own = comm._together("making a mailbox", make)
     names = comm._exchange(own.name)
-    regions = [own if r == comm.rank else control.HostRegion(n, size, create=False) for r, n in enumerate(names)]
-    dist.barrier(comm._control_group)
+    regions = comm._together("mapping the mailboxes of the peers",
+                             lambda: [own if r == comm.rank else control.HostRegion(n, size, create=False)
+                                      for r, n in enumerate(names)])
     own.unlink()  # the mappings keep it; nothing stays behind when a process dies
     for turn in range(comm.world):  # registering the same pages from two processes at once sometimes fails
-        if turn == comm.rank:
-            for region in regions:
-                region.register_cuda()
-        dist.barrier(comm._control_group)
+        comm._together("registering the mailboxes", lambda: [r.register_cuda() for r in regions] if turn == comm.rank else None)
     return regions, [r.device_address for r in regions]

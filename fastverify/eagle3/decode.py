@@ -12,7 +12,6 @@ import torch
 
 from ..accept.rule import Flag
 from ..accept.verify_tree import Sampling, verify_tree
-from ..accept.verify_tree_combine import verify_tree_sharded
 from ..kv.compact_kv import compact_kv
 from ..models.batch import ForwardBatch
 from ..plan import VerifyPlan
@@ -22,6 +21,7 @@ from ..tree.prepare_tree import Prepared, prepare_tree
 from . import grow
 from .requests import Pending, Requests
 from .shapes import AUTO, OFF, Controller, Shape, parse_shape
+from .sharded import accept_sharded
 from .stats import Stats
 
 _DONE = Flag.STOP | Flag.BUDGET | Flag.EMPTY_ROW | Flag.BAD_ROW
@@ -62,6 +62,8 @@ class Decoder:
     target  LlamaModel (load_target); draft: Eagle3Draft (load_draft), NgramDrafter or None (no speculation)
     tree    "auto", "off", "chain-K", "tree-N" (shapes.py)
     """
+
+    interleaves = True  # two runs may advance side by side without touching each other's times
 
     def __init__(self, target, draft=None, *, tree: str = "auto", page_size: int = 16, prefill_chunk: int = 512) -> None:
         named = None if tree == "auto" else parse_shape(tree)
@@ -167,6 +169,33 @@ def _extra_rows(shapes: tuple) -> int:
     return max(s.columns for s in shapes) + 1
 
 
+def check_prompts(prompts: list, max_new: int, extra: int, vocab: int, limit: int) -> None:
+    """Refuses what no run can decode: prompts of a run with `extra` rows behind them, in a loop of `limit` positions."""
+    if not prompts or any(len(p) == 0 for p in prompts):
+        raise ValueError("generate: every prompt must hold at least one token; got an empty one. Fix: drop it.")
+    if max_new < 1:
+        raise ValueError(f"generate: max_new_tokens must be at least 1; got {max_new}. Fix: pass a positive number.")
+    longest = max(len(p) for p in prompts)
+    if longest + max_new + extra > limit:
+        raise ValueError(
+            f"generate: prompt + max_new_tokens + drafted rows must be at most {limit} positions; got {longest} + {max_new} + "
+            f"{extra} = {longest + max_new + extra}. Fix: shorten the prompt or ask for fewer tokens.")
+    low, high = min(min(p) for p in prompts), max(max(p) for p in prompts)
+    if low < 0 or high >= vocab:
+        raise ValueError(f"generate: token ids must be in [0, {vocab}); got {low if low < 0 else high}. "
+                         "Fix: encode with this target's tokenizer.")
+
+
+def check_sampling(p: SamplingParams, vocab: int) -> None:
+    """The op replaces and flags values out of range; a caller of generate is told."""
+    for name, (low, high) in _RANGES.items():
+        if not low <= getattr(p, name) <= high:
+            raise ValueError(f"generate: {name} must be in [{low:g}, {high:g}]; got {getattr(p, name)}. Fix: leave it out.")
+    wrong = [t for t in p.bias if not 0 <= t < vocab]
+    if wrong:
+        raise ValueError(f"generate: bias ids must be in [0, {vocab}); got {wrong[0]}. Fix: use ids of this target's tokenizer.")
+
+
 class _Run:
     """One batch from prefill to the last token."""
 
@@ -177,8 +206,8 @@ class _Run:
         config, device = self.target.config, self.target.device
         shapes = decoder.shapes if fixed is None else (fixed,)
         extra = _extra_rows(shapes)
-        self._check(prompts, max_new_tokens, extra, config)
-        self._check_sampling(params, config.vocab_size)
+        check_prompts(prompts, max_new_tokens, extra, config.vocab_size, decoder.limit)
+        check_sampling(params, config.vocab_size)
         self.controller = decoder.controller(len(prompts)) if fixed is None else None
         self.shape = shapes[0] if self.controller is None else OFF
         stops = list(config.eos_ids) if stop_ids is None else list(stop_ids)
@@ -194,30 +223,6 @@ class _Run:
         self.tokens = [[] for _ in prompts]
         self.finish = [None] * len(prompts)
         self.stats, self.round_ms = Stats(), []
-
-    def _check(self, prompts: list, max_new: int, extra: int, config) -> None:
-        if not prompts or any(len(p) == 0 for p in prompts):
-            raise ValueError("generate: every prompt must hold at least one token; got an empty one. Fix: drop it.")
-        if max_new < 1:
-            raise ValueError(f"generate: max_new_tokens must be at least 1; got {max_new}. Fix: pass a positive number.")
-        longest = max(len(p) for p in prompts)
-        if longest + max_new + extra > self.d.limit:
-            raise ValueError(
-                f"generate: prompt + max_new_tokens + drafted rows must be at most {self.d.limit} positions; got {longest} + {max_new} + "
-                f"{extra} = {longest + max_new + extra}. Fix: shorten the prompt or ask for fewer tokens.")
-        low, high = min(min(p) for p in prompts), max(max(p) for p in prompts)
-        if low < 0 or high >= config.vocab_size:
-            raise ValueError(f"generate: token ids must be in [0, {config.vocab_size}); got {low if low < 0 else high}. "
-                             "Fix: encode with this target's tokenizer.")
-
-    def _check_sampling(self, p: SamplingParams, vocab: int) -> None:
-        """The op replaces and flags values out of range; a caller of generate is told."""
-        for name, (low, high) in _RANGES.items():
-            if not low <= getattr(p, name) <= high:
-                raise ValueError(f"generate: {name} must be in [{low:g}, {high:g}]; got {getattr(p, name)}. Fix: leave it out.")
-        wrong = [t for t in p.bias if not 0 <= t < vocab]
-        if wrong:
-            raise ValueError(f"generate: bias ids must be in [0, {vocab}); got {wrong[0]}. Fix: use ids of this target's tokenizer.")
 
     def _add_processors(self, p: SamplingParams, batch: int, device) -> None:
         first, end = self.target.vocab_range
@@ -290,23 +295,13 @@ class _Run:
 
     def _accept(self, logits, tokens, parents, cu_nodes, req: Requests, plan: VerifyPlan) -> None:
         if self.target.comm is not None:
-            self._accept_sharded(logits, tokens, parents, cu_nodes, req, plan)
+            accept_sharded(self.target, logits, tokens, parents, cu_nodes, req, plan.out, filters=self.filters)
+            req.active *= (plan.out.flags & int(_DONE)) == 0
             return
         verify_tree(logits, tokens, parents, cu_nodes, req.prefix_len, req.active, req.remaining, req.sampling,
                     stop_ids=req.stop_ids, bias=req.bias, penalties=req.penalties, counts=req.counts,
                     vocab_size=self.target.config.vocab_size, out=plan.out, workspace=plan.verify_workspace)
         req.active *= (plan.out.flags & int(_DONE)) == 0
-
-    def _accept_sharded(self, logits, tokens, parents, cu_nodes, req: Requests, plan: VerifyPlan) -> None:
-        """logits of this rank's ids: keys and partial sums travel, logits do not; every rank finds the same tokens."""
-        target, out = self.target, plan.out
-        found = verify_tree_sharded(
-            logits, tokens, parents, cu_nodes, req.prefix_len, req.active, req.remaining, req.sampling, target.comm.gather_rows,
-            vocab_offset=target.vocab_range[0], vocab_size=target.config.vocab_size, filters=self.filters,
-            max_path=out.path.shape[1], stop_ids=req.stop_ids, bias=req.bias, penalties=req.penalties, counts=req.counts)
-        for name in ("out_tokens", "num_tokens_out", "path", "next_root", "flags"):
-            getattr(out, name).copy_(getattr(found, name))
-        req.active *= (out.flags & int(_DONE)) == 0
 
     # ---- drafting ------------------------------------------------------------------------------------------------
 

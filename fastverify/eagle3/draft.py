@@ -19,8 +19,10 @@ import torch.nn.functional as F
 
 from ..attention.rope_append import rope_append
 from ..attention.tree_attention import tree_attention
+from ..linear.skinny_linear import ADD, SILU_MUL, skinny_linear, skinny_pays
+from ..linear.skinny_qkv import skinny_qkv
 from ..models.batch import ForwardBatch, KVCache
-from ..models.linear import linear
+from ..models.linear import fused, linear
 from .draft_config import DraftConfig
 
 
@@ -93,6 +95,8 @@ class Eagle3Draft:
             raise ValueError("forward: the draft must have an embedding; got none (it was loaded for a target config). "
                              "Fix: load it for the target model, or set draft.embed")
         h, size, eps = hidden, (c.hidden_size,), c.rms_norm_eps
+        if self._skinny(h):
+            return self._forward_skinny(batch, h, cache)
         for i, w in enumerate(self.layers):
             if i == 0:
                 e = F.embedding(batch.tokens, self.embed).to(h.dtype)
@@ -104,6 +108,30 @@ class Eagle3Draft:
             h = self._attend(i, w, x, h, batch, cache)
             gate, up = linear(F.rms_norm(h, size, w.post_norm, eps), w.gate_up).chunk(2, dim=1)
             h = linear(_activation(gate, c.hidden_act) * up, w.down).add_(h)
+        return F.rms_norm(h, size, self.norm, eps) if c.norm_output else h
+
+    def _skinny(self, h: torch.Tensor) -> bool:
+        w, c = self.layers[0], self.config
+        return (c.num_layers == 1 and c.hidden_act == "silu" and w.q_norm is None and w.o_bias is None and c.head_dim % 16 == 0
+                and skinny_pays(h, w.qkv, w.o, w.gate_up, w.down))
+
+    def _forward_skinny(self, batch: ForwardBatch, hidden: torch.Tensor, cache: KVCache) -> torch.Tensor:
+        """The same layer; RoPE, residual adds, the second norm and SiLU-mul ride on the products."""
+        c, w, rows, size, eps = self.config, self.layers[0], hidden.size(0), (self.config.hidden_size,), self.config.rms_norm_eps
+        if fused(hidden) and hidden.is_contiguous():
+            from ..models.fused_triton import draft_input
+            x, h = draft_input(batch.tokens, self.embed, hidden, w.input_norm, w.hidden_norm, eps, c.norm_before_residual)
+        else:
+            normed = F.rms_norm(hidden, size, w.hidden_norm, eps)
+            x = torch.cat([F.rms_norm(F.embedding(batch.tokens, self.embed).to(hidden.dtype), size, w.input_norm, eps), normed], dim=1)
+            h = normed if c.norm_before_residual else hidden.clone()
+        q = torch.empty(rows, c.num_heads, c.head_dim, dtype=h.dtype, device=h.device)
+        skinny_qkv(x, w.qkv, batch.positions, batch.slots, self.cos_sin, q, cache.k[0], cache.v[0], bias=w.qkv_bias, eps=eps)
+        a = tree_attention(q, cache.k[0], cache.v[0], batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
+                           row_base=batch.row_base, schedule=batch.schedule)
+        skinny_linear(a.view(rows, -1), w.o, out=h, kind=ADD)
+        act = skinny_linear(h, w.gate_up, norm=w.post_norm, eps=eps, kind=SILU_MUL)
+        skinny_linear(act, w.down, out=h, kind=ADD)
         return F.rms_norm(h, size, self.norm, eps) if c.norm_output else h
 
     def _attend(self, i: int, w: DraftLayer, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch,
@@ -122,6 +150,8 @@ class Eagle3Draft:
     def logits(self, h2: torch.Tensor) -> torch.Tensor:
         """h2 [R, H] as forward returns it -> logits [R, Vd] over the draft vocabulary."""
         c = self.config
+        if not c.norm_output and h2.size(0) <= 8 and skinny_pays(h2, self.head):
+            return skinny_linear(h2, self.head, norm=self.norm, eps=c.rms_norm_eps)
         normed = h2 if c.norm_output else F.rms_norm(h2, (c.hidden_size,), self.norm, c.rms_norm_eps)
         return linear(normed, self.head)
 

@@ -44,6 +44,13 @@ class Requests:
                         cut(self.page_table), Sampling(*(cut(t) for t in self.sampling)), self.stop_ids, cut(self.bias),
                         cut(self.penalties), cut(self.counts))
 
+    def first(self, n: int, processors: bool = True) -> "Requests":
+        """Views of the first n requests; without penalties, counts and bias unless `processors`."""
+        cut = lambda t: None if t is None else t[:n]  # noqa: E731
+        extra = (cut(self.bias), cut(self.penalties), cut(self.counts)) if processors else ()
+        return Requests(cut(self.root), cut(self.prefix_len), cut(self.draft_len), cut(self.active), cut(self.remaining),
+                        cut(self.page_table), Sampling(*(cut(t) for t in self.sampling)), self.stop_ids, *extra)
+
 
 class Pending:
     """True pairs that plain rounds produced and the draft has not seen; one flush catches up (keeps the draft warm)."""

@@ -50,7 +50,11 @@ def parse_shape(text: str) -> Shape:
 
 
 # Accepted drafts per round that a healthy draft reaches (an opening guess; measurements replace it within a few rounds).
-_PRIOR_ACCEPTED = {"chain-2": 0.9, "chain-3": 1.05, "tree-8": 1.3, "tree-20": 1.65}
+_PRIOR_ACCEPTED = {"chain-2": 0.9, "chain-3": 1.05, "chain-5": 1.25, "tree-8": 1.3, "tree-20": 1.65, "tree-60": 2.2}
+_PRIOR_ROUNDS = 4    # what the guess weighs, in rounds
+_OPTIMISM = 1.3     # what is expected of a shape that has not run, over the guess: so that it gets its try
+_WINDOW = 16         # rounds that a mean looks back over
+_PROBE_SHARE = 0.01  # of the time, at most, that probing while off may cost
 
 
 @dataclass
@@ -58,9 +62,11 @@ class Controller:
     """Chooses the shape with the most expected tokens per second (docs/algorithm.md, "does it pay").
 
     round_ms  {shape name: milliseconds of one round}, measured at start and followed by an EMA
-    A shape's accept length is its own measured mean once it ran `trust` rounds; before that the prior, scaled by the
-    ratio that the shapes in use show between measured and prior. While off, `probe_rounds` speculative rounds every
-    `probe_every` rounds keep the estimate alive.
+    A shape's accept length is the mean of its last rounds, blended with a prior until it has run `trust` rounds; the prior is
+    scaled by the ratio that the shapes in use show between measured and prior. `depth_rate[d-1]`: P(depth d | depth d - 1) of
+    the shapes that ran, also an EMA. While off, `probe_rounds` speculative rounds keep the estimate alive, every
+    `probe_every` rounds or as rarely as 1 % of the time asks for; old knowledge weighs little then, so that one good probe
+    brings speculation back. A switch needs `hysteresis` more tokens per second.
     """
 
     shapes: tuple
@@ -70,9 +76,12 @@ class Controller:
     probe_every: int = 96
     probe_rounds: int = 2
     ratio: float = 1.0
-    accepted: dict = field(default_factory=dict)  # name -> [EMA of accepted drafts per round, rounds]
+    accepted: dict = field(default_factory=dict)  # name -> (mean of accepted drafts per round, rounds)
+    depth_rate: list = field(default_factory=list)
     current: Optional[Shape] = None
     reason: str = ""
+    switches: int = 0
+    _observed: int = 0
     _off_rounds: int = 0
     _probing: int = 0
     _probe: Optional[Shape] = None
@@ -82,7 +91,10 @@ class Controller:
         if not shape.speculative:
             return 1.0
         mean, rounds = self.accepted.get(shape.name, (0.0, 0))
-        return 1.0 + (mean if rounds >= self.trust else self.ratio * _PRIOR_ACCEPTED.get(shape.name, 1.0))
+        if rounds >= self.trust:
+            return 1.0 + mean
+        guess = _OPTIMISM * self.ratio * _PRIOR_ACCEPTED.get(shape.name, 1.0)
+        return 1.0 + (_PRIOR_ROUNDS * guess + rounds * mean) / (_PRIOR_ROUNDS + rounds)
 
     def rate(self, shape: Shape) -> float:
         """Expected tokens per second of one request."""
@@ -99,28 +111,63 @@ class Controller:
             return self._probe
         best = max(self.shapes, key=self.rate)
         if self.current is None or self.rate(best) > self.rate(self.current) * (1 + self.hysteresis):
+            self.switches += self.current is not None
             self.current = best
             plain = self.rate(self.shapes[0])
             self.reason = (f"{best.name}: tau {self.tau(best):.2f} against break-even {self.break_even(best):.2f}, "
                            f"{self.rate(best):.1f} tok/s expected, plain {plain:.1f}")
-        if not self.current.speculative:
+        if self.current.speculative:
+            self._off_rounds = 0
+        elif len(self.shapes) > 1:
             self._off_rounds += 1
-            if self._off_rounds >= self.probe_every and len(self.shapes) > 1:
-                self._off_rounds, self._probing = 0, self.probe_rounds - 1
-                self._probe = max(self.shapes[1:], key=self.rate)
-                return self._probe
+            probe = self._next_probe()
+            if probe is not None:
+                self._off_rounds, self._probing, self._probe = 0, self.probe_rounds - 1, probe
+                for name, (mean, rounds) in self.accepted.items():  # what was learned long ago weighs little
+                    self.accepted[name] = (mean, min(rounds, _PRIOR_ROUNDS))
+                return probe
         return self.current
 
-    def observe(self, shape: Shape, accepted: float, ms: float) -> None:
-        """accepted: drafts accepted per request in this round; ms: its duration."""
-        old = self.round_ms.get(shape.name)
-        # noise only ever adds time: a round at half the estimate or less shows that the estimate was taken at a bad moment
-        weight = 1.0 if old is None or ms <= 0.5 * old else 0.05
-        self.round_ms[shape.name] = ms if weight == 1.0 else old + weight * (ms - old)
+    def _next_probe(self) -> Optional[Shape]:
+        """The shape to probe now: the most promising one that could pay at all, when its turn has come."""
+        able = [s for s in self.shapes[1:] if s.levels + 1 > self.break_even(s)]
+        if not able or self._off_rounds < self.probe_every:
+            return None
+        shape = max(able, key=self.rate)
+        loss = self.probe_rounds * max(0.0, self.break_even(shape) - self.tau(shape))  # plain rounds
+        return shape if self._off_rounds >= loss / _PROBE_SHARE else None
+
+    def learn_from(self, other: "Controller") -> None:
+        """Takes over what another batch size has learned about acceptance."""
+        self.ratio, self.accepted, self.depth_rate = other.ratio, dict(other.accepted), list(other.depth_rate)
+        self._observed = other._observed
+
+    def observe(self, shape: Shape, accepted: float, ms: Optional[float], depths: Optional[list] = None) -> None:
+        """accepted: drafts accepted per request in this round; ms: its duration, None where it is not known; depths: accepted
+        drafts of every request, for depth_rate."""
+        if ms is not None:
+            old = self.round_ms.get(shape.name)
+            # noise only ever adds time: a round at half the estimate or less shows that the estimate was taken at a bad moment
+            weight = 1.0 if old is None or ms <= 0.5 * old else 0.05
+            self.round_ms[shape.name] = ms if weight == 1.0 else old + weight * (ms - old)
+            if weight < 1.0 and shape.speculative:  # what makes one shape dearer makes the others so
+                for other in self.shapes[1:]:
+                    if other.name != shape.name and other.speculative:
+                        self.round_ms[other.name] *= self.round_ms[shape.name] / old
         if not shape.speculative:
             return
         mean, rounds = self.accepted.get(shape.name, (0.0, 0))
-        step = max(1.0 / (rounds + 1), 0.03)
+        step = max(1.0 / (rounds + 1), 1.0 / _WINDOW)
         self.accepted[shape.name] = (mean + step * (accepted - mean), rounds + 1)
         prior = _PRIOR_ACCEPTED.get(shape.name, 1.0)
-        self.ratio += 0.08 * (accepted / prior - self.ratio)
+        self._observed += 1
+        self.ratio += max(1.0 / (self._observed + _PRIOR_ROUNDS / 2), 0.08) * (accepted / prior - self.ratio)
+        self._count_depths(shape, depths or [])
+
+    def _count_depths(self, shape: Shape, depths: list) -> None:
+        self.depth_rate += [None] * (shape.levels - len(self.depth_rate))
+        for d in range(shape.levels):
+            reached = [a > d for a in depths if a >= d]
+            if reached:
+                rate, old = sum(reached) / len(reached), self.depth_rate[d]
+                self.depth_rate[d] = rate if old is None else old + (rate - old) / _WINDOW

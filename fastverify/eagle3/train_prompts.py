@@ -1,5 +1,7 @@
 """Prompts for self-generated EAGLE-3 data, built from freely licensed dictionaries and manuals and from templates.
 
+    python -m fastverify.eagle3.train_prompts --seeds DIR --tokenizer TARGET --out prompts.npz [--exclude EVAL.jsonl ...]
+
 Seed texts come from Debian packages unpacked into one folder (``apt-get download``, ``dpkg -x``), beside the output
 of ``apt-cache dumpavail`` as ``packages.txt``; nothing of them is shipped, only a draft trained on the target's own
 replies is. ``SOURCES`` records what is used and under which licence. Evaluation prompts are never used:
@@ -7,6 +9,7 @@ replies is. ``SOURCES`` records what is used and under which licence. Evaluation
 
 from __future__ import annotations
 
+import argparse
 import glob
 import gzip
 import importlib
@@ -303,17 +306,6 @@ def seeds(folder: str) -> dict[str, Callable[[random.Random], str]]:
     )
 
 
-def keep_tokens(tokenizer: str) -> list[int]:
-    """Ids that every draft vocabulary keeps: eos, single ASCII characters (digits among them) and runs of white
-    space."""
-    from ..models.tokenizer import load_tokenizer
-
-    tok = load_tokenizer(tokenizer)
-    texts = [tok.decode([i]) for i in range(tok.vocab_size)]
-    plain = {i for i, t in enumerate(texts) if len(t) <= 16 and (t.strip() == "" or (len(t) == 1 and ord(t) < 127))}
-    return sorted(plain | {0, 1, 2} | set(tok.eos_ids))
-
-
 # ------------------------------------------------------------------------------------------------------------------
 
 
@@ -335,10 +327,11 @@ def _turns(paths: list[str]) -> list[tuple[str, list[str]]]:
 class ChatText:
     """Chat turns as token ids, in the model's own template (Hugging Face folder or GGUF file)."""
 
-    def __init__(self, path: str):
+    def __init__(self, tokenizer):
+        """tokenizer: a path, or models.tokenizer.Tokenizer."""
         from ..models.tokenizer import load_tokenizer
 
-        self.tok = load_tokenizer(path)
+        self.tok = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
 
     def first(self, user: str) -> list[int]:
         """Everything up to the first reply."""
@@ -405,20 +398,16 @@ def build(
     )
 
 
-def from_jsonl(paths: list[str], tokenizer: str, out: str, limit: int = 0, max_tokens: int = 2048) -> None:
-    """Evaluation files -> prompts (first two turns); everything is held out."""
-    chat, rows = ChatText(tokenizer), _turns(paths)
-    names = sorted({n for n, _ in rows})
-    if limit:
-        rows = [x for n in names for x in [y for y in rows if y[0] == n][:limit]]
-    ids = [chat.first(t[0]) for _, t in rows]
-    second = [chat.second(t[1]) if len(t) > 1 else [] for _, t in rows]
-    keep = [i for i in range(len(rows)) if len(ids[i]) <= max_tokens]
-    Prompts(
-        Ragged.of([ids[i] for i in keep]),
-        Ragged.of([second[i] for i in keep]),
-        np.array([names.index(rows[i][0]) for i in keep], np.int16),
-        np.ones(len(keep), bool),
-        names,
-    ).save(out)
-    print(f"evalset: {len(keep)} prompts of {names}")
+def main(argv: list[str] | None = None) -> None:
+    p = argparse.ArgumentParser(prog="fastverify.eagle3.train_prompts", description=__doc__.split("\n")[0])
+    for name in ("seeds", "tokenizer", "out"):
+        p.add_argument("--" + name, required=True)
+    p.add_argument("--limit", type=int, default=60000)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--exclude", nargs="*", default=[])
+    a = p.parse_args(argv)
+    build(a.seeds, a.tokenizer, a.out, a.limit, a.seed, a.exclude)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,7 @@ class ForwardBatch:
     mask        int64 [R, W] ancestor words, or None for a causal chain (prefill, plain decoding, draft extend)
     row_base    forest column of each request's first row (draft levels; 0 elsewhere)
     schedule    int32 or None, from prepare_tree
+    exact       the bits of a row must not depend on the rows beside it (LlamaModel only)
     """
 
     tokens: torch.Tensor
@@ -30,6 +31,7 @@ class ForwardBatch:
     mask: Optional[torch.Tensor] = None
     row_base: int = 0
     schedule: Optional[torch.Tensor] = None
+    exact: bool = False
 
 
 class KVCache:

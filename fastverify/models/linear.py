@@ -5,6 +5,8 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 
+from .. import _triton
+
 # On x86 float32 GEMM with 2..6 rows is up to 2.5 times slower as [rows, K] x [K, N] than as [N, K] x [K, rows]: only the
 # second form streams the weight once (docs/performance.md, "matrix products of a verify on the CPU").
 _SWAPPED_ROWS = range(2, 7)
@@ -19,6 +21,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] =
         x = F.pad(x, (0, 0, 0, 1))
     y = torch.mm(weight, x.t()).t()[:rows].contiguous()
     return y if bias is None else y.add_(bias)
+
+
+def fused(x: torch.Tensor) -> bool:
+    """Whether what stands between products runs in Triton (models/fused_triton.py): rows of 16 bits on a GPU with Triton."""
+    return x.is_cuda and x.dtype is not torch.float32 and _triton.installed()
 
 
 def add_linear(h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> None:

@@ -7,12 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from ..attention.rope_append import rope_append
+from ..attention import workspace as attention_workspace
 from ..attention.tree_attention import tree_attention, workspace_for
 from ..comm.all_reduce_rms_norm import all_reduce_rms_norm
-from ..comm.linear_all_reduce import linear_all_reduce
+from ..comm.linear_all_reduce import linear_all_reduce, overlaps
+from ..linear.skinny_linear import ADD, SILU_MUL, skinny_add_pays, skinny_fits, skinny_linear, skinny_pays
+from ..linear.skinny_qkv import skinny_qkv
 from .batch import ForwardBatch, KVCache
 from .config import LoadError, ModelConfig
-from .linear import add_linear, linear
+from .linear import add_linear, fused, linear
 
 
 class TensorSource(Protocol):
@@ -59,6 +62,8 @@ class LlamaModel:
         self.dtype, self.device = embed_weight.dtype, embed_weight.device
         # set by models/parallel.py: the communicator, this rank's token ids, and whether attention is split
         self.comm, self.vocab_range, self.split_heads = None, (0, config.vocab_size), False
+        self.filters = True  # a captured cycle of a split target allows top-k, top-p and min-p: 10 small gathers instead of 1
+        self.prefetch = [(None, None)] * len(layers)  # what the sums after attention and MLP pull into L2 (prefetch_table)
         self.cos_sin = config.rope.cos_sin(config.head_dim, config.max_position).to(self.device)
 
     def make_cache(self, num_pages: int, page_size: int) -> KVCache:
@@ -79,10 +84,15 @@ class LlamaModel:
         """
         c = self.config
         h = F.embedding(batch.tokens, self.embed_weight)
-        rows, size, eps = h.shape[0], (c.hidden_size,), c.rms_norm_eps
-        heads, width = (c.num_heads, c.num_kv_heads, c.num_kv_heads), c.intermediate_size
+        rows, eps = h.shape[0], c.rms_norm_eps
+        heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
         aux = self._aux_buffer(rows, aux_layers)
-        x = F.rms_norm(h, size, self.layers[0].input_norm, eps)
+        if batch.exact or self._skinny(h):
+            if batch.exact and not self.exact_fits(h):
+                raise ValueError("forward: exact must have a whole target whose matrices are multiples of 16 x 32, bfloat16 on a GPU; got "
+                                 f"{self.dtype}. Fix: leave exact mode off.")
+            return self._forward_skinny(h, batch, cache, aux, aux_layers), aux
+        x = self._norm(h, self.layers[0].input_norm)
         for i, w in enumerate(self.layers):
             self._keep_aux(aux, aux_layers, i, h)
             qkv = linear(x, w.qkv, w.qkv_bias)
@@ -94,30 +104,87 @@ class LlamaModel:
                 workspace = workspace_for(q, k_cache, batch.prefix_len.shape[0])
             a = tree_attention(q, k_cache, v_cache, batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
                                row_base=batch.row_base, schedule=batch.schedule, workspace=workspace)
-            x = self._add_norm(h, a.view(rows, -1), w.o, w.o_bias, w.post_norm, self.split_heads)
+            x = self._add_norm(h, a.view(rows, -1), w.o, w.o_bias, w.post_norm, self.split_heads, self.prefetch[i][0])
             gate_up = linear(x, w.gate_up, w.gate_up_bias)
-            x = F.silu(gate_up[:, :width], inplace=True).mul_(gate_up[:, width:])
+            x = self._silu_mul(gate_up)
             after = self.layers[i + 1].input_norm if i + 1 < c.num_layers else self.norm
-            x = self._add_norm(h, x, w.down, w.down_bias, after, self.comm is not None)
+            x = self._add_norm(h, x, w.down, w.down_bias, after, self.comm is not None, self.prefetch[i][1])
         self._keep_aux(aux, aux_layers, c.num_layers, h)
         return x, aux
 
+    def _skinny(self, h: torch.Tensor) -> bool:
+        w = self.layers[0]
+        return skinny_pays(h, w.qkv, w.o, w.gate_up, w.down) and self.comm is None and w.o_bias is None and w.down_bias is None
+
+    def exact_fits(self, h: Optional[torch.Tensor] = None) -> bool:
+        """Whether forward takes exact batches: every product through skinny_linear, whose rows do not depend on each other."""
+        w, h = self.layers[0], self.embed_weight if h is None else h
+        return (self.comm is None and w.o_bias is None and w.down_bias is None
+                and skinny_fits(h, w.qkv, w.o, w.gate_up, w.down, self.lm_head_weight))
+
+    def _forward_skinny(self, h: torch.Tensor, batch: ForwardBatch, cache: KVCache, aux: Optional[torch.Tensor],
+                        aux_layers: tuple) -> torch.Tensor:
+        """The same network in five launches per layer: norms, RoPE, residual adds and SiLU-mul ride on the products."""
+        c, rows, eps = self.config, h.shape[0], self.config.rms_norm_eps
+        new = lambda width: torch.empty(rows, width, dtype=h.dtype, device=h.device)  # noqa: E731
+        q, act = new(c.num_heads * c.head_dim).view(rows, -1, c.head_dim), new(c.intermediate_size)
+        a = torch.empty_like(q)
+        heads, only_exact = (c.num_heads, c.num_kv_heads, c.num_kv_heads), dict(exact=True) if batch.exact else {}
+        workspace = (attention_workspace.exact_workspace_for(q, cache.k[0], batch.page_table) if batch.exact
+                     else workspace_for(q, cache.k[0], batch.prefix_len.shape[0]))
+        for i, w in enumerate(self.layers):
+            self._keep_aux(aux, aux_layers, i, h)
+            k_cache, v_cache = cache.k[i], cache.v[i]
+            if w.q_norm is None and c.head_dim % 16 == 0:
+                skinny_qkv(h, w.qkv, batch.positions, batch.slots, self.cos_sin, q, k_cache, v_cache, bias=w.qkv_bias,
+                           norm=w.input_norm, eps=eps)
+            else:
+                qkv = skinny_linear(h, w.qkv, bias=w.qkv_bias, norm=w.input_norm, eps=eps)
+                q, k, v = qkv.view(rows, -1, c.head_dim).split(heads, dim=1)
+                rope_append(q, k, v, batch.positions, batch.slots, self.cos_sin, k_cache, v_cache, q_norm=w.q_norm,
+                            k_norm=w.k_norm, eps=eps)
+            tree_attention(q, k_cache, v_cache, batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
+                           row_base=batch.row_base, schedule=batch.schedule, workspace=workspace, out=a, **only_exact)
+            skinny_linear(a.view(rows, -1), w.o, out=h, kind=ADD)
+            skinny_linear(h, w.gate_up, bias=w.gate_up_bias, norm=w.post_norm, out=act, eps=eps, kind=SILU_MUL)
+            skinny_linear(act, w.down, out=h, kind=ADD)
+        self._keep_aux(aux, aux_layers, c.num_layers, h)
+        return self._norm(h, self.norm)
+
     def _add_norm(self, h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor],
-                  norm: torch.Tensor, split: bool) -> torch.Tensor:
-        """h += x @ weight.T (+ bias), in place; returns RMSNorm(h) * norm. split: x and weight are one rank's columns."""
-        size, eps = (self.config.hidden_size,), self.config.rms_norm_eps
+                  norm: torch.Tensor, split: bool, prefetch: Optional[torch.Tensor]) -> torch.Tensor:
+        """h += x @ weight.T (+ bias), in place; returns RMSNorm(h) * norm. split: x and weight are one rank's columns: the sum
+        over ranks overlaps the product where cutting pays (prefill), else it is fused with residual and norm."""
         if not split:
-            add_linear(h, x, weight, bias)
-            return F.rms_norm(h, size, norm, eps)
+            if bias is None and skinny_add_pays(x, weight):
+                skinny_linear(x, weight, out=h, kind=ADD)
+            else:
+                add_linear(h, x, weight, bias)
+            return self._norm(h, norm)
         bias = bias if self.comm.rank == 0 else None  # added once
-        if h.shape[0] >= self.comm.overlap_rows:
-            h += linear_all_reduce(x, weight, self.comm, bias=bias)
-            return F.rms_norm(h, size, norm, eps)
-        return all_reduce_rms_norm(linear(x, weight, bias), h, norm, self.comm, eps)
+        if overlaps(h.shape[0], weight, self.comm):
+            linear_all_reduce(x, weight, self.comm, bias=bias, residual=h)
+            return self._norm(h, norm)
+        return all_reduce_rms_norm(linear(x, weight, bias), h, norm, self.comm, self.config.rms_norm_eps, prefetch=prefetch)
+
+    def _norm(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if fused(h):
+            from .fused_triton import rms_norm
+            return rms_norm(h, weight, self.config.rms_norm_eps)
+        return F.rms_norm(h, (h.shape[1],), weight, self.config.rms_norm_eps)
+
+    def _silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if fused(gate_up):
+            from .fused_triton import silu_mul
+            return silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=1)
+        return F.silu(gate, inplace=True).mul_(up)
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """hidden [R, H] as forward returns it -> logits [R, V] in the model's dtype (of this rank's ids, if split)."""
+        if exact:
+            return skinny_linear(hidden, self.lm_head_weight)
         return linear(hidden, self.lm_head_weight)
 
     def _aux_buffer(self, rows: int, aux_layers: tuple) -> Optional[torch.Tensor]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from ..comm.all_reduce_rms_norm import prefetch_table
 from .llama import Layer, LlamaModel
 
 _VOCAB_STEP = 32  # shards start at whole words of a bitmask
@@ -53,7 +54,22 @@ def shard(model: LlamaModel, comm) -> LlamaModel:
         local = replace(local, num_heads=heads[0][1] - heads[0][0], num_kv_heads=heads[1][1] - heads[1][0])
     part = LlamaModel(local, model.embed_weight, layers, model.norm, model.lm_head_weight[vocab[0]:vocab[1]].clone())
     part.comm, part.vocab_range, part.split_heads = comm, vocab, heads is not None
+    prepare(part)
     return part
+
+
+def prepare(part: LlamaModel) -> None:
+    """On a GPU: the tables of what each sum pulls into L2 meanwhile (the next weights, half an L2 at most), and, under
+    backend="auto", the cuts of the row-parallel linears, measured once per shape. Collective; at load time."""
+    if part.device.type != "cuda":
+        return
+    limit = torch.cuda.get_device_properties(part.device).L2_cache_size // 2
+    following = [w.qkv for w in part.layers[1:]] + [part.lm_head_weight]
+    part.prefetch = [(prefetch_table([w.gate_up], limit), prefetch_table([after], limit)) for w, after in zip(part.layers, following)]
+    if getattr(part.comm, "plan", None) is not None:
+        from ..comm.tuner import tune_linear
+        for weight in ([part.layers[0].o] if part.split_heads else []) + [part.layers[0].down]:
+            tune_linear(part.comm, weight.shape[0], weight.shape[1], part.dtype)
 
 
 def _layer(w: Layer, c, heads, columns) -> Layer:

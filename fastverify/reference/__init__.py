@@ -4,7 +4,7 @@ from .common import probe
 
 __all__ = ["probe"]
 
-for _name in ("tree", "attention", "comm", "accept", "kv", "sglang"):
+for _name in ("tree", "attention", "comm", "accept", "kv", "linear", "sglang"):
     try:
         _module = __import__(f"{__name__}.{_name}", fromlist=["__all__"])
     except ModuleNotFoundError as exc:

@@ -1,6 +1,6 @@
-"""Oracle of the kv stage: compact_kv and compact_kv_layers, one row at a time."""
+"""Oracle of the kv stage: compact_kv, compact_kv_layers and next_inputs, one row at a time."""
 
-__all__ = ["compact_kv", "compact_kv_layers"]
+__all__ = ["compact_kv", "compact_kv_layers", "next_inputs"]
 
 
 def accepted_nodes(path: list, count: int, nodes) -> list:
@@ -49,3 +49,37 @@ def compact_kv_layers(k_caches, v_caches, path, num_tokens_out, prefix_len, page
         offset += len(nodes)
         if cu_out is not None:
             cu_out[b + 1] = offset
+
+
+def next_inputs(out_tokens, num_tokens_out, path, next_root, flags, cu_nodes, depth, active, prefix_len, root, next_tokens,
+                pair_slots, pair_tokens, pair_count, sequence, ring, first) -> None:
+    """Every active request moves on; its record goes to the ring. See csrc/ops.cpp and csrc/algo/next_inputs.h."""
+    batch, width = out_tokens.shape
+    cu, flat, record = cu_nodes.tolist(), [], []
+    places = (len(pair_tokens) - 1) // batch if pair_tokens is not None and batch else 0
+    if pair_slots is not None:
+        pair_slots.fill_(batch * places)
+    for b in range(batch):
+        live, rows = bool(active[b]), depth[cu[b]:cu[b + 1]].tolist()
+        emitted = out_tokens[b, :max(0, int(num_tokens_out[b]))].tolist() if live else []
+        accepted = sum(p >= 0 for p in path[b].tolist()) - 1 if live else -1
+        record += [len(emitted), int(flags[b]) if live else 0, accepted, len(rows), max(rows, default=0)]
+        record += emitted + [-1] * (width - len(emitted))
+        flat += emitted
+        if pair_slots is not None and emitted and rows and 0 <= int(pair_count[b]) < places:
+            pair_slots[cu[b]] = b * places + pair_count[b]
+            pair_tokens[b * places + pair_count[b]] = emitted[0]
+            pair_count[b] += 1
+        prefix_len[b] += len(emitted)
+        if emitted:
+            root[b] = next_root[b]
+        if live and int(flags[b]) & (1 | 2 | 16 | 32):  # STOP, BUDGET, BAD_ROW, EMPTY_ROW
+            active[b] = 0
+    if next_tokens is not None:
+        next_tokens.zero_()
+        next_tokens[:len(flat)] = next_tokens.new_tensor(flat)
+    if ring is not None:
+        slot = int(sequence) % ring.shape[0]
+        sequence += 1
+        words = [int(sequence), batch, width, first, *record]
+        ring[slot, :len(words)] = ring.new_tensor(words)

@@ -126,13 +126,13 @@ def read_rank(path: "str | Path", step_pattern: Optional[str] = None, progress: 
             ends.append(start + duration)
             if cat == "kernel":
                 if name not in kernel_kinds:
-                    kernel_kinds[name] = _kind(KERNELS, name)
+                    kernel_kinds[name] = kind_of(KERNELS, name)
                 if kernel_kinds[name]:
                     _keep(found["kernel"], start, duration, kernel_kinds[name], name, event)
         elif cat in spans:
             if wanted.search(name):
                 spans[cat].append(Span(name, start, start + duration))
-            elif cat == "user_annotation" and (kind := _kind(HOST, name)):
+            elif cat == "user_annotation" and (kind := kind_of(HOST, name)):
                 _keep(found["host"], start, duration, kind, name, event)
         elif name == "record_param_comms":
             args = event.get("args") or {}
@@ -148,7 +148,8 @@ def read_rank(path: "str | Path", step_pattern: Optional[str] = None, progress: 
                      merge_spans(spans["gpu_user_annotation" if on_gpu else "user_annotation"]), in_order, count)
 
 
-def _kind(table: tuple, name: str) -> Optional[str]:
+def kind_of(table: tuple, name: str) -> Optional[str]:
+    """What collective a name is in KERNELS or HOST; None: no symmetric one."""
     return next((kind for pattern, kind in table if pattern.search(name)), None)
 
 

@@ -105,6 +105,16 @@ def test_compare_json(cli, pair):
     assert re.match(r"tau \d\.\d\d [<>] break-even \d+\.\d\d", data["verdict"])
 
 
+def test_exact_mode(cli):
+    """In bfloat16, through the captured loop's cycles."""
+    code, out, _ = cli("generate", *PAIR, *IDS, "--compare", "--json", "--exact", "--dtype", "bfloat16", "--tree", "tree-8",
+                       "--max-new-tokens", "40", "--ignore-eos", "--temperature", "0.9")
+    data = json.loads(out)
+    assert code == 0 and data["equal"] is True and data["speculative"]["accepted"] > 0
+    code, _, err = cli("generate", "--target", PAIR[1], "--draft", "ngram", *IDS, "--exact", "--tree", "chain-3")
+    assert code == 1 and "exact: the drafter must be an EAGLE-3 draft or none" in err
+
+
 def test_compare_table_in_a_pipe(cli, pair):
     code, out, _ = cli("generate", *PAIR, *IDS, "--compare", "--tree", "chain-3", "--max-new-tokens", "40", "--ignore-eos")
     text, table = out.split("\n\n")

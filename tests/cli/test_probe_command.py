@@ -107,7 +107,9 @@ def test_pieces_add_up_and_forget_the_extremes():
     rounds += [{"draft": 90.0, "target": 10.0, "verify": 1.0, "other": 0.5, "total": 101.5}]
     p = pr.pieces(rounds)
     assert (p.draft, p.verify, p.communication, p.other, p.total) == pytest.approx((2.0, 11.0, 0.0, 0.5, 13.5))
-    assert pr.pieces(rounds[:6], communication=4.0).verify == 7.0
+    p = pr.pieces([r | {"communication": c} for r, c in zip(rounds, (3.0, 4.0, 5.0))])
+    assert (p.verify, p.communication, p.total) == pytest.approx((7.0, 4.0, 13.5))
+    assert pr.pieces([rounds[0] | {"communication": 90.0}]).verify == 0.0, "never more than the stages that hold it"
     apart = [{"draft": 4.0, "target": 20.0, "verify": 2.0, "other": 1.0, "total": 27.0}] * 3  # waits for the device after a stage
     p = pr.pieces(rounds[:6], apart)
     assert (p.draft, p.verify, p.other, p.total) == pytest.approx((2.0, 11.0, 0.5, 13.5))
@@ -280,14 +282,6 @@ def test_one_prompt_is_not_enough(cli, tmp_path):  # noqa: F811
     refused(cli("probe", *PAIR, "--prompts", path), "probe: prompts must be at least 2, since half of them predicts the other; got 1.")
     path.write_text("{}\n")
     refused(cli("probe", *PAIR, "--prompts", path), "probe: every line of a prompt file must have `prompt` (text)")
-
-
-def test_under_torchrun_it_says_what_is_missing(cli, file, monkeypatch):  # noqa: F811
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(cli("probe", *PAIR, "--prompts", file), "probe: world size must be 1; got WORLD_SIZE=2 (torchrun). Tensor parallelism is "
-            "not supported here")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert cli("probe", *PAIR, "--prompts", file, "--tree", "chain-2", *RUN)[0] == 0
 
 
 def test_no_demo_model(cli):  # noqa: F811

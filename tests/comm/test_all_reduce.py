@@ -161,7 +161,7 @@ def test_bad_arguments():
 
 @pytest.mark.parametrize("kwargs, text", [
     (dict(world=9), "world must be 1..8; got 9"), (dict(max_bytes=0), "max_bytes must be in 1..2^30; got 0"),
-    (dict(blocks=0), "blocks must be in 1..256; got 0"), (dict(transport="ib"), "transport must be gathered|peer|host; got ib"),
+    (dict(blocks=0), "blocks must be in 1..256; got 0"), (dict(transport="ib"), "transport must be gathered|peer|host|nccl; got ib"),
     (dict(transport="peer"), "one set of addresses must be given per local rank; got 0"),
 ])
 def test_bad_handles(kwargs, text):

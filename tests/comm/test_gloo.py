@@ -43,14 +43,35 @@ def _calls(rank: int, world: int, port: int) -> None:
             exact = r.double() * torch.rsqrt(r.double().square().mean(-1, keepdim=True) + 1e-5) * 2
             assert torch.allclose(out.double(), exact, rtol=2.0**-7 if dtype != torch.float32 else 1e-6, atol=1e-6)
         a, w = torch.randn(20, 8, generator=torch.Generator().manual_seed(rank)), torch.randn(16, 8, generator=torch.Generator().manual_seed(9 + rank))
-        whole = linear_all_reduce(a, w, comm, chunks=1)
-        assert torch.allclose(linear_all_reduce(a, w, comm, chunks=3), whole, rtol=1e-5, atol=1e-5)
+        whole = linear_all_reduce(a, w, comm, split=("rows", 1))
+        assert torch.allclose(linear_all_reduce(a, w, comm, split=("rows", 3)), whole, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(linear_all_reduce(a, w, comm, split=("columns", 4)), whole, rtol=1e-5, atol=1e-5)
+        residual, bias = torch.ones_like(whole), torch.arange(16.0) if rank == 0 else None
+        summed = linear_all_reduce(a, w, comm, bias, split=("columns", 2), residual=residual)
+        assert summed is residual and torch.allclose(residual, whole + 1 + torch.arange(16.0), rtol=1e-5, atol=1e-5)
+        b, v = torch.randn(9, 8, generator=torch.Generator().manual_seed(rank)), torch.randn(1024, 8, generator=torch.Generator().manual_seed(rank))
+        assert torch.allclose(linear_all_reduce(b, v, comm, split=("growing", 3)), linear_all_reduce(b, v, comm, split=("rows", 1)), rtol=1e-5, atol=1e-5)
+        assert comm.splits == {} and torch.equal(linear_all_reduce(a, w, comm), whole), "few rows: one piece"
+        comm.splits = {"16,8,float32": [(1, "rows", 1), (20, "columns", 2)]}
+        assert torch.equal(linear_all_reduce(a, w, comm), linear_all_reduce(a, w, comm, split=("columns", 2)))
+        comm.splits = {}
+        with pytest.raises(ValueError, match="split must be .* got .'columns', 3. for 16 columns. Fix: "):
+            linear_all_reduce(a, w, comm, split=("columns", 3))
         everyone = [torch.empty_like(whole) for _ in range(world)]
         dist.all_gather(everyone, whole)
         assert all(torch.equal(e, whole) for e in everyone)
         words = torch.arange(100 * 256).view(100, 256) + rank  # 2 KiB a row: more than one small gather
         assert torch.equal(comm.gather_rows(words), torch.stack([words - rank + r for r in range(world)]))
         comm.check()
+    with Communicator(max_bytes=1 << 16, debug=True) as comm:
+        assert float(all_reduce(torch.ones(3), comm)[0]) == world
+        calls = [lambda: all_reduce(torch.ones(4), comm), lambda: all_gather_small(torch.ones(4), comm), lambda: all_reduce(torch.ones(5), comm)]
+        for which in ((0, 1, 0), (2, 0, 0)):
+            with pytest.raises(CommunicatorError, match="all ranks must make the same call; got rank 0: .*float32.*; rank 1: .* Fix: ") as told:
+                calls[which[rank]]()
+            everyone = [None] * world
+            dist.all_gather_object(everyone, str(told.value).split(": ", 1)[1])
+            assert len(set(everyone)) == 1, "every rank is told the same"
     with pytest.raises(RuntimeError, match="must be the handle of a Communicator"):
         all_reduce(torch.ones(3), comm)
     dist.barrier()

@@ -72,6 +72,7 @@ struct Block {
     std::vector<unsigned char> memory;
     unsigned char* dynamic = nullptr;
     int alive = 0, at_barrier = 0, barrier_sum = 0, barrier_result = 0;
+    unsigned cluster_arrived = 0, cluster_phase = 0;  // of the cluster whose first block this is
 };
 
 unsigned char* stacks = nullptr;
@@ -241,7 +242,12 @@ void run_together(std::vector<Block>& blocks) {
 }
 
 std::vector<Block>* running_cluster = nullptr;
-unsigned cluster_arrived = 0, cluster_phase = 0;
+
+// Of the running block's cluster: its first block in running_cluster. Resident grids hold many clusters at a time.
+size_t cluster_base() {
+    const size_t block = block_idx.x + static_cast<size_t>(grid_dim.x) * (block_idx.y + static_cast<size_t>(grid_dim.y) * block_idx.z);
+    return running_cluster->size() == cluster_blocks ? 0 : block / cluster_blocks * cluster_blocks;
+}
 
 }  // namespace
 
@@ -252,18 +258,19 @@ void cluster_barrier() {
     }
     block_barrier(0);
     if (static_cast<Thread*>(current)->linear == 0) {
-        const unsigned phase = cluster_phase;
-        if (++cluster_arrived == cluster_blocks) {
-            cluster_arrived = 0;
-            ++cluster_phase;
+        Block& first = (*running_cluster)[cluster_base()];
+        const unsigned phase = first.cluster_phase;
+        if (++first.cluster_arrived == cluster_blocks) {
+            first.cluster_arrived = 0;
+            ++first.cluster_phase;
         }
-        while (cluster_phase == phase) spin();
+        while (first.cluster_phase == phase) spin();
     }
     block_barrier(0);
 }
 
 unsigned char* cluster_memory(unsigned rank) {
-    return cluster_blocks == 1 ? dynamic_memory : (*running_cluster)[rank].dynamic;
+    return cluster_blocks == 1 ? dynamic_memory : (*running_cluster)[cluster_base() + rank].dynamic;
 }
 
 void run_grid(dim3 grid, dim3 block, size_t smem, bool resident, unsigned cluster, const std::function<void()>& body) {

@@ -10,7 +10,7 @@ import pytest
 from trace_fixtures import BASE, NCCL, VLLM, kernel, simulate, write
 
 from fastverify.cli.main import main
-from fastverify.trace.events import HOST, KERNELS, STEPS, Span, _kind, merge_spans
+from fastverify.trace.events import HOST, KERNELS, STEPS, Span, kind_of, merge_spans
 from fastverify.trace.timeline import BAR, COLOURS, WIDTH, _tick
 
 ONE_PERCENT = dict(rel=0.01, abs=1e-3)
@@ -278,11 +278,11 @@ def test_bare_array_without_its_bracket(report, tmp_path):
     ("void at::native::reduce_kernel<512, 1>", None), ("layer_norm<BlockAllReduceSum>", None),
     ("sm90_xmma_gemm_bf16", None), ("triton_red_fused_add_mean", None)])
 def test_kernel_names(name, kind):
-    assert _kind(KERNELS, name) == kind
+    assert kind_of(KERNELS, name) == kind
 
 
 def test_host_and_step_names():
-    assert _kind(HOST, "gloo:all_reduce") == "all-reduce" and _kind(HOST, "gloo:broadcast") is None
+    assert kind_of(HOST, "gloo:all_reduce") == "all-reduce" and kind_of(HOST, "gloo:broadcast") is None
     for name in ("ProfilerStep#12", "execute_context_0(0)_generation_1(1)", "step[DECODE bs=1]", "fastverify.step 3", "step_7"):
         assert STEPS.search(name), name
     for name in ("aten::add", "my_step_function", "Optimizer.step#SGD.step"):

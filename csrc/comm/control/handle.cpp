@@ -11,6 +11,10 @@ void require(bool ok, const std::string& text) {
     if (!ok) throw std::invalid_argument("Communicator: " + text);
 }
 
+void require_blocks(int64_t blocks) {
+    require(blocks >= 1 && blocks <= kEpochWords, "blocks must be in 1..256; got " + std::to_string(blocks) + ".");
+}
+
 }  // namespace
 
 Handle::Handle(const HandleConfig& c, const std::vector<RankAddresses>& ranks) : data_(std::make_unique<fv_comm>()) {
@@ -19,10 +23,10 @@ Handle::Handle(const HandleConfig& c, const std::vector<RankAddresses>& ranks) :
     require(c.rank >= 0 && c.rank < c.world, "rank must be in [0, world); got " + std::to_string(c.rank) + ".");
     require(c.local_ranks == 1 || (c.local_ranks == c.world && c.rank == 0),
             "local_ranks must be 1 or, for virtual ranks, world; got " + std::to_string(c.local_ranks) + ".");
-    require(c.max_bytes > 0 && c.max_bytes <= (int64_t{1} << 30), "max_bytes must be in 1..2^30; got " +
+    require(c.max_bytes > 0 && (c.transport == kNccl || c.max_bytes <= (int64_t{1} << 30)), "max_bytes must be in 1..2^30; got " +
             std::to_string(c.max_bytes) + ". Fix: pass the bytes of the largest input of one rank.");
-    require(c.blocks >= 1 && c.blocks <= 256, "blocks must be in 1..256; got " + std::to_string(c.blocks) + ".");
-    require(c.transport == kGathered || static_cast<int>(ranks.size()) == c.local_ranks,
+    require_blocks(c.blocks);
+    require(c.transport == kGathered || c.transport == kNccl || static_cast<int>(ranks.size()) == c.local_ranks,
             "one set of addresses must be given per local rank; got " + std::to_string(ranks.size()) + ".");
     fv_comm& d = *data_;
     d = fv_comm{};
@@ -36,6 +40,7 @@ Handle::Handle(const HandleConfig& c, const std::vector<RankAddresses>& ranks) :
     d.device = c.device;
     d.max_bytes = c.max_bytes;
     d.one_shot_bytes = c.one_shot_bytes;
+    d.island_bytes = d.fp8_bytes = kNever;
     d.deadline_ns = static_cast<uint64_t>(c.deadline_ns);
     d.blocks = c.blocks;
     for (size_t r = 0; r < ranks.size(); ++r) {
@@ -45,7 +50,16 @@ Handle::Handle(const HandleConfig& c, const std::vector<RankAddresses>& ranks) :
         d.ranks[r].state = reinterpret_cast<uint32_t*>(ranks[r].state);
         d.ranks[r].status = reinterpret_cast<uint32_t*>(ranks[r].status);
         d.ranks[r].hooks = reinterpret_cast<uint32_t*>(ranks[r].hooks);
+        const auto apart = [&](uint64_t RankAddresses::* of) { return ranks[r].*of - ranks[0].*of == r * (ranks[1].*of - ranks[0].*of); };
+        require(r == 0 || (ranks[r].slabs == ranks[0].slabs && apart(&RankAddresses::state) && apart(&RankAddresses::status) &&
+                           apart(&RankAddresses::hooks)),
+                "virtual ranks must share the slabs and lie at equal distances; got others.");
     }
+}
+
+void Handle::set_blocks(int32_t blocks) {
+    require_blocks(blocks);
+    data_->blocks = blocks;
 }
 
 }  // namespace fv::comm

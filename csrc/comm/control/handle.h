@@ -24,8 +24,12 @@ class Handle {
 public:
     // Throws std::invalid_argument in words.
     Handle(const HandleConfig& config, const std::vector<RankAddresses>& ranks);
+    void set_nccl(const NcclCalls& calls) { data_->nccl = calls; }
     uint64_t address() const { return reinterpret_cast<uint64_t>(data_.get()); }
     void set_one_shot_bytes(int64_t bytes) { data_->one_shot_bytes = bytes; }
+    void set_island_bytes(int64_t bytes) { data_->island_bytes = bytes; }
+    void set_fp8_bytes(int64_t bytes) { data_->fp8_bytes = bytes; }
+    void set_blocks(int32_t blocks);
     void set_deadline_ns(int64_t ns) { data_->deadline_ns = static_cast<uint64_t>(ns); }
     void close() { data_->magic = 0; }  // later calls are refused in words; the memory stays valid
 

@@ -121,6 +121,10 @@ void HostRegion::bind(int numa_node) {
     (void)numa_node;
 #endif
 }
+void HostRegion::fill(int64_t offset, int64_t bytes, uint8_t value) {
+    if (offset < 0 || bytes < 0 || offset + bytes > bytes_) throw std::invalid_argument("HostRegion: range outside the region");
+    std::memset(static_cast<uint8_t*>(memory_) + offset, value, static_cast<size_t>(bytes));
+}
 void HostRegion::register_cuda() {
     constexpr unsigned kPortableMapped = 1 | 2;
     check(cuda().host_register(memory_, static_cast<size_t>(bytes_), kPortableMapped), "cuMemHostRegister of " +

@@ -46,6 +46,7 @@ public:
     uint64_t address() const { return reinterpret_cast<uint64_t>(memory_); }
     const std::string& name() const { return name_; }
     void bind(int numa_node);     // pages on that node from the first touch on; before register_cuda
+    void fill(int64_t offset, int64_t bytes, uint8_t value);
     void register_cuda();         // one process at a time
     uint64_t device_address() const { return device_address_; }
     void unlink();

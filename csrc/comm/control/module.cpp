@@ -123,18 +123,37 @@ py::dict nccl_library(const std::string& env_path, const std::string& wheel_path
 
 std::unique_ptr<Handle> make_handle(int world, int rank, int local_ranks, const std::string& transport, int device, int blocks,
                                     int64_t max_bytes, int64_t one_shot_bytes, int64_t deadline_ns,
-                                    const std::vector<std::tuple<std::vector<uint64_t>, uint64_t, uint64_t, uint64_t>>& ranks) {
+                                    const std::vector<std::tuple<std::vector<uint64_t>, uint64_t, uint64_t, uint64_t>>& ranks,
+                                    const NcclComm* nccl) {
     HandleConfig c{world, rank, local_ranks, kGathered, device, blocks, max_bytes, one_shot_bytes, deadline_ns};
     if (transport == "peer") c.transport = kPeerMemory;
     else if (transport == "host") c.transport = kHostMailbox;
-    else if (transport != "gathered") throw std::invalid_argument("Communicator: transport must be gathered|peer|host; got " + transport + ".");
+    else if (transport == "nccl") c.transport = kNccl;
+    else if (transport != "gathered") throw std::invalid_argument("Communicator: transport must be gathered|peer|host|nccl; got " + transport + ".");
     std::vector<RankAddresses> addresses;
     for (const auto& [slabs, state, status, hooks] : ranks) addresses.push_back(RankAddresses{slabs, state, status, hooks});
-    return std::make_unique<Handle>(c, addresses);
+    auto handle = std::make_unique<Handle>(c, addresses);
+    if (nccl) handle->set_nccl(nccl->calls());
+    return handle;
 }
 
-int64_t slab_size(int world, int64_t max_bytes, const std::string& transport) {
-    return slab_bytes(world, max_bytes, transport == "host" ? kHostMailbox : kPeerMemory);
+int64_t slab_size(int world, int64_t max_bytes) {
+    return slab_bytes(world, max_bytes);
+}
+
+py::dict nccl_config_layout() {
+    py::dict d;
+    const NcclConfig c;
+    const auto field = [&](const char* name, const auto& member) {
+        d[name] = py::make_tuple(reinterpret_cast<const char*>(&member) - reinterpret_cast<const char*>(&c), sizeof member);
+    };
+    field("size", c.size), field("magic", c.magic), field("version", c.version), field("blocking", c.blocking);
+    field("cgaClusterSize", c.cga_cluster_size), field("minCTAs", c.min_ctas), field("maxCTAs", c.max_ctas);
+    field("netName", c.net_name), field("splitShare", c.split_share), field("trafficClass", c.traffic_class);
+    field("commName", c.comm_name), field("collnetEnable", c.collnet_enable), field("CTAPolicy", c.cta_policy);
+    field("shrinkShare", c.shrink_share), field("nvlsCTAs", c.nvls_ctas);
+    d["sizeof"] = py::make_tuple(sizeof c, c.version);
+    return d;
 }
 
 py::dict build_info() {
@@ -159,9 +178,12 @@ PYBIND11_MODULE(_comm, m) {
     py::class_<Handle>(m, "Handle", "Owner of the fv_comm that ops take by address.")
         .def(py::init(&make_handle), py::kw_only(), py::arg("world"), py::arg("rank"), py::arg("local_ranks"),
              py::arg("transport"), py::arg("device"), py::arg("blocks"), py::arg("max_bytes"), py::arg("one_shot_bytes"),
-             py::arg("deadline_ns"), py::arg("ranks"))
+             py::arg("deadline_ns"), py::arg("ranks"), py::arg("nccl") = nullptr, py::keep_alive<1, 12>())
         .def_property_readonly("address", &Handle::address)
         .def("set_one_shot_bytes", &Handle::set_one_shot_bytes)
+        .def("set_island_bytes", &Handle::set_island_bytes)
+        .def("set_fp8_bytes", &Handle::set_fp8_bytes)
+        .def("set_blocks", &Handle::set_blocks)
         .def("set_deadline_ns", &Handle::set_deadline_ns)
         .def("close", &Handle::close);
     const auto released = py::call_guard<py::gil_scoped_release>();
@@ -179,15 +201,38 @@ PYBIND11_MODULE(_comm, m) {
         .def_property_readonly("name", &HostRegion::name)
         .def_property_readonly("device_address", &HostRegion::device_address)
         .def("bind", &HostRegion::bind, py::arg("numa_node"))
+        .def("fill", &HostRegion::fill, py::arg("offset"), py::arg("bytes"), py::arg("value"), released)
         .def("register_cuda", &HostRegion::register_cuda, released)
         .def("unlink", &HostRegion::unlink);
-    m.def("slab_bytes", &slab_size, py::arg("world"), py::arg("max_bytes"), py::arg("transport"));
+    py::class_<NcclComm>(m, "NcclComm", "A NCCL communicator of our own; every wait in it ends.")
+        .def(py::init([](const std::string& library, int world, int rank, const py::bytes& unique_id, int blocking,
+                         int cga_cluster_size, int min_ctas, int max_ctas, int cta_policy, double seconds) {
+                 const std::string id(unique_id);
+                 const NcclOptions options{blocking, cga_cluster_size, min_ctas, max_ctas, cta_policy};
+                 const py::gil_scoped_release release;
+                 return std::make_unique<NcclComm>(library, world, rank, id, options, seconds);
+             }),
+             py::arg("library"), py::arg("world"), py::arg("rank"), py::arg("unique_id"), py::kw_only(), py::arg("blocking") = 1,
+             py::arg("cga_cluster_size") = kNcclUndefined, py::arg("min_ctas") = kNcclUndefined,
+             py::arg("max_ctas") = kNcclUndefined, py::arg("cta_policy") = kNcclUndefined, py::arg("seconds") = 60.0)
+        .def_property_readonly("version", [](const NcclComm& c) { return nccl_version_text(c.version_code()); })
+        .def("async_error", &NcclComm::async_error)
+        .def("abort", &NcclComm::abort, py::arg("seconds"), released)
+        .def("close", &NcclComm::close, py::arg("seconds"), released)
+        .def("register_window", &NcclComm::register_window, py::arg("address"), py::arg("bytes"), released);
+    py::class_<NcclBuffer>(m, "NcclBuffer", "Memory of ncclMemAlloc, which windows take.")
+        .def(py::init<const std::string&, int64_t>(), py::arg("library"), py::arg("bytes"))
+        .def_property_readonly("address", &NcclBuffer::address);
+    m.def("nccl_unique_id", [](const std::string& library) { return py::bytes(nccl_unique_id(library)); }, py::arg("library"));
+    m.def("nccl_config_layout", &nccl_config_layout, "Field -> (offset, bytes) of the ncclConfig_t passed to NCCL.");
+    m.def("slab_bytes", &slab_size, py::arg("world"), py::arg("max_bytes"));
     m.attr("SLAB_HEADER") = kSlabHeader;
     m.attr("MAX_RANKS") = kMaxRanks;
+    m.attr("EPOCH_WORDS") = kEpochWords;
+    m.attr("STATE_WORDS") = static_cast<int>(kCommStateWords);
+    m.attr("NEVER") = kNever;
     m.attr("GATHER_BYTES") = kGatherBytes;
-    m.def("gather_offset", [](int world, int64_t max_bytes, const std::string& transport) {
-        return gather_offset(world, slot_stride(max_bytes, transport == "host" ? kHostMailbox : kPeerMemory));
-    });
+    m.def("gather_offset", [](int world, int64_t max_bytes) { return gather_offset(world, slot_stride(max_bytes)); });
     m.def("topology", &fv::comm::topology, py::arg("sysfs_root"), py::arg("driver"));
     m.def("nccl_library", &fv::comm::nccl_library, py::arg("env_path"), py::arg("wheel_path"));
 }

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "nccl.h"
 
-#include "dynlib.h"
-
 namespace fv::comm {
 namespace {
 

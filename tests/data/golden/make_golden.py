@@ -26,7 +26,8 @@ from fastverify.eagle3.train import TrainConfig, Trainer, training_rows
 from fastverify.eagle3.train_data import Ragged, Replies, choose_vocab
 from fastverify.eagle3.train_eval import evaluate, held_out
 from fastverify.eagle3.train_generate import Generator
-from fastverify.eagle3.train_net import DraftConfig, LlamaConfig, TargetLlama, packed_mask, save_draft
+from fastverify.eagle3.train_net import DraftConfig, save_draft
+from fastverify.eagle3.train_target import LlamaConfig, TargetLlama, packed_mask
 
 CONFIG = LlamaConfig(
     vocab_size=512,

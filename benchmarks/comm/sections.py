@@ -1,0 +1,243 @@
+"""What multi_gpu.py measures: functions of a Rank (ranks.py)."""
+
+import importlib.util
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from overlap import trace
+from ranks import Rank, fold
+
+from fastverify import Communicator, all_reduce, all_reduce_rms_norm, linear_all_reduce
+
+EPS, BF16 = 1e-6, "bfloat16"
+
+
+def communicators(me: Rank, max_bytes: int, wanted: tuple = ("peer", "host", "nccl")) -> dict:
+    """{"peer", "host", "nccl": Communicator}; one that cannot be made is left out with a row that says why."""
+    made = {}
+    for backend in wanted:
+        try:
+            made[backend] = Communicator(device=me.device, backend=backend, max_bytes=max_bytes)
+        except RuntimeError as exc:
+            me.absent(backend, "all_reduce", dict(W=me.world), BF16, f"failed: {str(exc).splitlines()[0][:200]}")
+    return made
+
+
+# ---- all_reduce, all_reduce_rms_norm -----------------------------------------------------------------------------------------
+
+def sums(me: Rank, args, comms: dict) -> None:
+    nccl = dist.new_group(backend="nccl")
+    symmetric = SymmetricMemory(me, nccl, max(args.rows) * args.hidden)
+    for rows in args.rows:
+        shape = dict(W=me.world, rows=rows, H=args.hidden)
+        g = torch.Generator().manual_seed(1000 * rows)
+        parts = [torch.randn(rows, args.hidden, generator=g).bfloat16() for _ in range(me.world)]
+        x, want = parts[me.rank].to(me.device), fold(parts)
+        residual = torch.randn(rows, args.hidden, generator=g).bfloat16().to(me.device)
+        weight = torch.ones(args.hidden, dtype=torch.bfloat16, device=me.device)
+        exact, out, res = sum(p.double() for p in parts), torch.empty_like(x), residual.clone()
+        close = lambda t: bool(((t.double().cpu() - exact).abs() <= 2.0**-7 * (1 + exact.abs()) * me.world).all())  # noqa: E731
+        finite = lambda: bool(res.isfinite().all())  # noqa: E731
+        for name, comm in comms.items():
+            forms = [("", None)] if name == "nccl" else [(" one-shot", comm.max_bytes), (" two-shot", 0)]
+            for form, limit in forms:
+                label = ("our NCCL" if name == "nccl" else name) + form
+                if limit is not None:
+                    comm.set_one_shot_bytes(limit)
+                right = (lambda: close(out)) if name == "nccl" else (lambda: torch.equal(out.cpu(), want))
+                me.row(label, "all_reduce", shape, BF16, lambda: all_reduce(x, comm, out), right)
+                res.copy_(residual)
+                me.row(label, "all_reduce_rms_norm", shape, BF16,
+                       lambda: all_reduce_rms_norm(x, res, weight, comm, EPS, out=out), finite)
+        nccl_rows(me, "NCCL", nccl, x, res, weight, shape, close)
+        symmetric.rows(me, x, res, weight, shape, close)
+    for name in ("flashinfer", "sgl_kernel"):
+        if importlib.util.find_spec(name) is None:
+            me.absent(name, "all_reduce", dict(W=me.world), BF16, "not installed")
+
+
+def nccl_rows(me: Rank, label: str, group, x, res, weight, shape: dict, close) -> None:
+    y = x.clone()
+    me.row(label, "all_reduce", shape, BF16, lambda: dist.all_reduce(y, group=group), lambda: True, "values grow; not compared")
+
+    def step() -> None:
+        dist.all_reduce(y, group=group)
+        F.rms_norm(res.add_(y), (y.shape[1],), weight, EPS)
+    me.row(f"{label} + add + norm", "all_reduce_rms_norm", shape, BF16, step, lambda: True, "values grow; not compared")
+    z = x.clone()
+    dist.all_reduce(z, group=group)
+    if not close(z):
+        raise RuntimeError(f"{label} summed wrong")
+
+
+def sums_without_p2p(me: Rank, args) -> None:
+    """In processes of their own: NCCL reads NCCL_P2P_DISABLE once."""
+    nccl = dist.new_group(backend="nccl")
+    for rows in args.rows:
+        shape = dict(W=me.world, rows=rows, H=args.hidden)
+        parts = [torch.randn(rows, args.hidden, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(me.world)]
+        exact = sum(p.double() for p in parts)
+        close = lambda t: bool(((t.double().cpu() - exact).abs() <= 2.0**-7 * (1 + exact.abs()) * me.world).all())  # noqa: E731
+        x = parts[me.rank].to(me.device)
+        weight = torch.ones(args.hidden, dtype=torch.bfloat16, device=me.device)
+        nccl_rows(me, "NCCL without P2P", nccl, x, x.clone(), weight, shape, close)
+
+
+class SymmetricMemory:
+    """torch's one-shot and two-shot kernels on a tensor of theirs, multicast off."""
+
+    def __init__(self, me: Rank, group, elements: int) -> None:
+        self.why = ""
+        try:
+            import torch.distributed._symmetric_memory as symm
+            self.flat = symm.empty(elements, dtype=torch.bfloat16, device=me.device)
+            symm.rendezvous(self.flat, group=group)
+            self.name = group.group_name
+        except Exception as exc:  # a private interface that changes between versions
+            self.why = f"failed: {str(exc).strip().splitlines()[0][:160]}" if str(exc).strip() else type(exc).__name__
+        self.why = next((w for w in me.gathered(self.why) if w), "")
+
+    def rows(self, me: Rank, x, res, weight, shape: dict, close) -> None:
+        for form in ("one-shot", "two-shot"):
+            label = f"torch symmetric {form}"
+            if self.why:
+                me.absent(label, "all_reduce", shape, BF16, self.why)
+                continue
+            y = self.flat[:x.numel()].view_as(x)
+            out = torch.empty_like(x)
+
+            def call() -> None:  # their input must lie in symmetric memory: what copying it in costs belongs to it
+                y.copy_(x)
+                if form == "one-shot":
+                    torch.ops.symm_mem.one_shot_all_reduce_out(y, "sum", self.name, out)
+                else:
+                    torch.ops.symm_mem.two_shot_all_reduce_(y, "sum", self.name)
+
+            def bare() -> None:
+                if form == "one-shot":
+                    torch.ops.symm_mem.one_shot_all_reduce_out(y, "sum", self.name, out)
+                else:
+                    torch.ops.symm_mem.two_shot_all_reduce_(y, "sum", self.name)
+            me.row(label, "all_reduce", shape, BF16, call, lambda: close(out if form == "one-shot" else y), "with the copy in")
+            if form == "one-shot":
+                me.row(f"{label}, no copy", "all_reduce", shape, BF16, bare, lambda: close(out))
+
+
+# ---- linear_all_reduce -------------------------------------------------------------------------------------------------------
+
+CUTS = (("columns", 2), ("columns", 4), ("growing", 3), ("growing", 4), ("rows", 2), ("rows", 4))
+FEW = 8  # blocks or CTAs of a sum that leaves the SMs to the product
+
+
+def linears(me: Rank, args, comms: dict) -> None:
+    """residual += sum(x @ weight.T): product then sum against pieces, and the share of the shorter part that is hidden."""
+    comms = dict(comms)
+    if "nccl" in comms:
+        comms["nccl, 8 CTAs"] = Communicator(device=me.device, backend="nccl", nccl=dict(max_ctas=FEW))
+    for inner in args.inner:
+        n, k = args.hidden, inner // me.world
+        weight = torch.randn(n, k, generator=torch.Generator(me.device).manual_seed(1), device=me.device).bfloat16() / k**0.5
+        for name, comm in comms.items():
+            if comm.transport != "nccl":
+                comm.set_one_shot_bytes(0 if me.world > 2 else comm.max_bytes)
+            for m in args.linear_rows:
+                if comm.transport == "nccl" or m <= 1024:
+                    linear(me, args, name, comm, m, weight)
+
+
+def linear(me: Rank, args, name: str, comm, m: int, weight: torch.Tensor) -> None:
+    n, k = weight.shape
+    shape = dict(W=me.world, M=m, N=n, K=k, over=name)
+    x = torch.randn(m, k, generator=torch.Generator(me.device).manual_seed(m), device=me.device).bfloat16()
+    h, y = torch.zeros(m, n, dtype=torch.bfloat16, device=me.device), torch.zeros(m, n, dtype=torch.bfloat16, device=me.device)
+    want, kw = linear_all_reduce(x, weight, comm, split=("rows", 1)), dict(chain=10 if m > 256 else 20, repeats=min(8, args.repeats))
+    us = {"product": me.row("product alone", "linear_all_reduce", shape, BF16, lambda: F.linear(x, weight), **kw),
+          "sum": me.row("sum alone", "linear_all_reduce", shape, BF16, lambda: all_reduce(y, comm, out=y), **kw),
+          "then": me.row("product, sum, add", "linear_all_reduce", shape, BF16,
+                         lambda: linear_all_reduce(x, weight, comm, split=("rows", 1), residual=h), **kw)}
+    if None in us.values():
+        return
+    found = []
+    for split in CUTS:
+        if m < 64 and split != ("columns", 2) or split[0] == "rows" and m // split[1] < 64:
+            continue
+        for blocks in (64, FEW) if comm.transport != "nccl" and m >= 256 else (64,):
+            if comm.transport != "nccl":
+                comm._handle.set_blocks(blocks)
+            h.zero_()
+            good = bool(((linear_all_reduce(x, weight, comm, split=split, residual=h).float() - want.float()).abs() <= 0.02 * (1 + want.float().abs())).all())
+            t = me.time_or_none(lambda: linear_all_reduce(x, weight, comm, split=split, residual=h), **kw)
+            if t is not None:
+                found.append((t, split, blocks))
+                hidden = (us["then"] - t) / min(us["product"], us["sum"])
+                me.known_row(f"{split[1]} pieces of {split[0]}" + (f", {blocks} blocks" if blocks != 64 else ""), "linear_all_reduce", shape,
+                             BF16, t, good, f"hidden {100 * hidden:.0f} % of the shorter part")
+    if found and m in (256, 1024):
+        best = min(me.gathered(min(found)))
+        if comm.transport != "nccl":
+            comm._handle.set_blocks(best[2])
+        seen = trace(me, lambda: linear_all_reduce(x, weight, comm, split=best[1], residual=h), args.out, f"{name.split(',')[0]}-M{m}-K{k}")
+        if me.rank == 0:
+            print(f"trace over {name}, M={m}, K={k}, {best[1]}: sum {seen['sum_us']:.1f} us, product {seen['product_us']:.1f} us, both at once "
+                  f"{seen['both_us']:.1f} us = {100 * seen['share']:.0f} % of the shorter", flush=True)
+    if comm.transport != "nccl":
+        comm._handle.set_blocks(64)
+
+
+# ---- verify over a sharded vocabulary ----------------------------------------------------------------------------------------
+
+def verifies(me: Rank, args, comms: dict) -> None:
+    """verify_tree_sharded against all-gather of the logits + verify_tree: time, bytes received by a rank, equal tokens."""
+    from fastverify import Sampling, verify_tree
+    from fastverify.accept.verify_tree_combine import verify_tree_sharded
+    vocab = 163840 // (32 * me.world) * 32 * me.world
+    shard, nccl, device = vocab // me.world, dist.new_group(backend="nccl"), me.device
+    laws = {"greedy": dict(temperature=0.0), "temperature": dict(temperature=0.8), "top-k+top-p": dict(temperature=0.8, top_k=50, top_p=0.95)}
+    for nodes in (16, 64):
+        whole = torch.randn(nodes, vocab, generator=torch.Generator(device).manual_seed(nodes), device=device).bfloat16() * 2
+        mine = whole[:, me.rank * shard:(me.rank + 1) * shard].contiguous()
+        parents = torch.tensor([-1] + [max(0, i - 2) for i in range(1, nodes)], dtype=torch.int32, device=device)
+        best = whole.float().argmax(-1)
+        tokens = torch.randint(0, vocab, (nodes,), generator=torch.Generator(device).manual_seed(3), device=device)
+        tokens[1], tokens[3] = best[0], best[1]  # two drafts that a greedy walk accepts
+        cu = torch.tensor([0, nodes], dtype=torch.int32, device=device)
+        prefix, active = torch.full((1,), 100, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int32, device=device)
+        for law, params in laws.items():
+            sampling = Sampling.make(1, device, **params)
+            left = torch.full((1,), 1 << 20, dtype=torch.int32, device=device)
+            found: dict = {}
+
+            def gathered() -> None:
+                parts = torch.empty(me.world, nodes, shard, dtype=whole.dtype, device=device)
+                dist.all_gather_into_tensor(parts, mine, group=nccl)
+                logits = parts.transpose(0, 1).reshape(nodes, vocab)
+                found["gathered"] = verify_tree(logits, tokens, parents, cu, prefix, active, left.clone(), sampling, vocab_size=vocab)
+            shape = dict(W=me.world, N=nodes, V=vocab, law=law)
+            nbytes = (me.world - 1) * nodes * shard * 2
+            me.row("all-gather + verify_tree", "verify_tree_sharded", shape, BF16, gathered, note=f"{nbytes} bytes in", chain=20)
+            for name, comm in comms.items():
+                words = []
+
+                def gather(w: torch.Tensor) -> torch.Tensor:
+                    words.append(w.numel() * 8)
+                    return comm.gather_rows(w)
+
+                def sharded() -> None:
+                    words.clear()
+                    found[name] = verify_tree_sharded(
+                        mine, tokens, parents, cu, prefix, active, left.clone(), sampling, gather, vocab_offset=me.rank * shard,
+                        vocab_size=vocab, filters=law == "top-k+top-p", max_path=nodes)
+                same = lambda: all(torch.equal(getattr(found[name], f)[:, :3] if getattr(found[name], f).dim() > 1  # noqa: E731
+                                               else getattr(found[name], f), getattr(found["gathered"], f)[:, :3]
+                                               if getattr(found["gathered"], f).dim() > 1 else getattr(found["gathered"], f))
+                                   for f in ("out_tokens", "num_tokens_out", "next_root"))
+                sharded()
+                me.row(f"vocab-parallel over {name}", "verify_tree_sharded", shape, BF16, sharded, same,
+                       f"{(me.world - 1) * sum(words)} bytes in, {len(words)} gathers", chain=20)
+
+
+def environment_for_ranks() -> dict:
+    """Multicast stays off: neither NCCL's NVLS nor torch's symmetric memory may bind it."""
+    return dict(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NCCL_DEBUG=os.environ.get("NCCL_DEBUG", "WARN"))

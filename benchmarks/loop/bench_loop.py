@@ -1,0 +1,168 @@
+"""The decode loop on the GPU: cycle times by stage, kernels of one cycle, gaps between them, and what reaches the host.
+
+    python benchmarks/loop/bench_loop.py --dummy llama-3-8b --batch 1,8 --length 2048,16384 --tree off,tree-16
+    python benchmarks/loop/bench_loop.py --dummy smollm2-135m --tree off,chain-3,tree-20 --profile
+
+Random weights (models/dummy.py): a row says so. Times are of replays of the captured cycle at the given prefix length.
+"""
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness  # noqa: E402
+
+from fastverify.eagle3.graph_loop import GraphLoop, _Scratch  # noqa: E402
+from fastverify.eagle3.shapes import OFF, parse_shape  # noqa: E402
+from fastverify.models.dummy import ImposedAcceptance, dummy_draft, dummy_target, label  # noqa: E402
+
+
+def weight_bytes(target) -> int:
+    """Bytes of every weight that one forward reads."""
+    layers = sum(t.numel() * t.element_size() for w in target.layers for t in vars(w).values() if isinstance(t, torch.Tensor))
+    return layers + target.lm_head_weight.numel() * target.lm_head_weight.element_size()
+
+
+def kv_bytes(target, batch: int, length: int) -> int:
+    c = target.config
+    return 2 * batch * length * c.num_layers * c.num_kv_heads * c.head_dim * target.embed_weight.element_size()
+
+
+def timed(run, repeats: int, before=None) -> harness.Timing:
+    """Microseconds of one replay: `before` puts the state back (outside the time)."""
+    samples = []
+    for _ in range(repeats):
+        if before:
+            before()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(3):
+            run()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) / 3 * 1e3)
+    return harness.summary(samples, True)
+
+
+def captured(function, memory):
+    """`function` as a graph, after two eager calls."""
+    function()
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory):
+        function()
+    return graph
+
+
+def own_pages(loop: GraphLoop, batch: int) -> None:
+    """Pages of its own for every request: shared ones would stay in the L2."""
+    table = loop.state.requests.page_table
+    columns = table.shape[1]
+    table[:batch] = torch.arange(batch * columns, device=table.device, dtype=torch.int32).view(batch, columns)
+
+
+def stages(loop: GraphLoop, batch: int, shape, repeats: int) -> dict:
+    """{stage: Timing} of one cycle: all of it, its draft (grow + tree), its verify (target forward .. next inputs)."""
+    from fastverify.eagle3.cycle import target_forward
+    key = (batch, shape, False)
+    cycle = loop._prepare(key)
+    req = loop.state.requests
+
+    def reset() -> None:
+        for t in (req.prefix_len, req.draft_len):
+            t.fill_(loop.calibration_length)
+        req.active[:batch].fill_(1)
+        req.remaining.fill_(1 << 20)
+
+    def verify() -> None:
+        logits, aux = target_forward(loop.target, loop.state.cache, cycle.plan, cycle.req, cycle.page_size, cycle.aux_layers)
+        extend, cycle._extend = cycle._extend, lambda: None
+        cycle.accept(logits, aux)
+        cycle._extend = extend
+
+    with _Scratch(loop, batch):
+        own_pages(loop, batch)
+        found = {"cycle": timed(loop._graphs[key].replay, repeats, reset)}
+        reset()
+        with torch.inference_mode():
+            graph = captured(verify, loop._memory)
+        found["verify"] = timed(graph.replay, repeats, reset)
+    return found
+
+
+def profile(loop: GraphLoop, batch: int, shape, cycles: int = 6) -> dict:
+    """Kernels of one cycle from torch.profiler: count, device time, gaps, copies to the host."""
+    from torch.profiler import ProfilerActivity
+    graph = loop._graphs[(batch, shape, False)]
+    with _Scratch(loop, batch):
+        own_pages(loop, batch)
+        graph.replay()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as p:
+            for _ in range(cycles):
+                graph.replay()
+            torch.cuda.synchronize()
+    events = sorted((e for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e.time_range.start)
+    times, counts = defaultdict(float), defaultdict(int)
+    gaps = []
+    for e in events:
+        times[e.name] += e.time_range.elapsed_us() / cycles
+        counts[e.name] += 1
+    for a, b in zip(events, events[1:]):
+        gaps.append(b.time_range.start - a.time_range.end)
+    host = [e.name for e in p.events() if "DtoH" in e.name or "Synchronize" in e.name]
+    span = events[-1].time_range.end - events[0].time_range.start
+    return dict(kernels_per_cycle=len(events) / cycles, busy_us=sum(times.values()), span_us=span / cycles,
+                idle_share=1 - sum(times.values()) * cycles / span, gaps_over_5us=sum(g > 5 for g in gaps), largest_gap_us=max(gaps),
+                host_events=dict((n, host.count(n)) for n in set(host)),
+                kernels={n: (counts[n] / cycles, round(t, 1)) for n, t in sorted(times.items(), key=lambda x: -x[1])})
+
+
+def main() -> int:
+    parser = harness.options(__doc__.splitlines()[0])
+    parser.add_argument("--dummy", default="smollm2-135m")
+    parser.add_argument("--tree", default="off,chain-3,tree-20")
+    parser.add_argument("--batch", default="1")
+    parser.add_argument("--length", default="256")
+    parser.add_argument("--acceptance", type=float, default=0.6)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--layers", type=int)
+    args = parser.parse_args()
+    args.repeats = min(args.repeats, 12)
+    bench = harness.Bench("decode_cycle", args)
+    target = dummy_target(args.dummy, torch.bfloat16, "cuda", num_layers=args.layers)
+    draft = dummy_draft(target)
+    note = label(args.dummy, args.acceptance)
+    for batch in map(int, args.batch.split(",")):
+        for length in map(int, args.length.split(",")):
+            for name in args.tree.split(","):
+                shape = parse_shape(name)
+                speculative = shape is not OFF and shape.speculative
+                loop = GraphLoop(target, draft if speculative else None, shapes=(shape,), max_batch=batch, max_length=length + 512,
+                                 calibration_length=length, stop_ids=[],
+                                 hook=ImposedAcceptance(args.acceptance) if speculative else None)
+                floor = weight_bytes(target) + kv_bytes(target, batch, length)
+                for stage, t in stages(loop, batch, shape, args.repeats).items():
+                    bench._add(stage, dict(model=args.dummy, B=batch, prefix=length, tree=name), "bfloat16", t,
+                               floor if stage == "verify" else 0, None, note, True)
+                    row = bench.rows[-1]
+                    against = f", {row['median_us'] / row['floor_us']:.3f}x the floor {row['floor_us']:.0f}" if row["floor_us"] else ""
+                    print(f"{args.dummy} B={batch} prefix={length} {name} {stage}: {row['median_us']:.1f} us{against}", flush=True)
+                if args.profile:
+                    found = profile(loop, batch, shape)
+                    kernels = found.pop("kernels")
+                    print(f"  {found}")
+                    for kernel, (count, us) in list(kernels.items())[:28]:
+                        print(f"    {count:7.1f} x {us:8.1f} us  {kernel[:110]}")
+                del loop
+                torch.cuda.empty_cache()
+    print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB; weights {weight_bytes(target) / 2**30:.2f} GiB")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a collective is cut into blocks: pure functions of shapes and device properties.
+#pragma once
+#include <cstdint>
+
+#include "comm/fv_comm.h"
+#include "common/launch.h"
+
+namespace fv {
+
+struct CommChoice {
+    int blocks;   // per rank; a multiple of cluster
+    int threads;
+    int cluster;  // blocks that share a row (all_reduce_rms_norm), else 1
+    int prefetch_blocks = 0;  // more blocks, that only pull weights into L2
+};
+constexpr int kPrefetchBlocks = 32;  // of a real rank; a multiple of every cluster size
+
+// The most blocks of one rank: virtual ranks must all be resident, at one block per multiprocessor.
+inline int most_comm_blocks(const fv_comm& c, int sms) {
+    int most = c.blocks < kEpochWords ? c.blocks : kEpochWords;
+    if (c.local_ranks > 1 && most > sms / c.local_ranks) most = sms / c.local_ranks;
+    return most < 1 ? 1 : most;
+}
+
+// One vector per thread while there are blocks for it, in blocks of at least 128 (little) or 256 threads (on an H200 within
+// 3 % of the best of 1..128 blocks of 128..1024 threads at every size from 14 KiB to 896 KiB).
+inline CommChoice choose_all_reduce(int64_t vectors, int most_blocks) {
+    int threads = vectors <= 1024 ? 128 : 256;
+    while (threads < 512 && vectors > static_cast<int64_t>(most_blocks) * threads) threads *= 2;
+    const int64_t blocks = (vectors + threads - 1) / threads;
+    return CommChoice{static_cast<int>(blocks < most_blocks ? blocks : most_blocks), threads, 1};
+}
+
+// A row is a cluster's (sm_90, sm_100) or a block's. Bits do not depend on the choice.
+inline CommChoice choose_rms_norm(int64_t rows, int64_t row_vectors, const fv_comm& c, const DeviceProps& props, bool prefetch) {
+    int most = most_comm_blocks(c, props.sms), threads = 128;
+    int64_t most_cluster = props.major == 9 || props.major == 10 ? 8 : 1, cluster = 1;
+    CommChoice choice;
+    if (c.local_ranks > 1) {  // all at once: half of the blocks may prefetch; small clusters always find room
+        most = prefetch && most > 1 ? most / 2 : most;
+        while (most_cluster > 4 || most_cluster > most) most_cluster /= 2;
+    }
+    while (threads < 512 && row_vectors > most_cluster * threads) threads *= 2;
+    while (cluster < most_cluster && cluster * threads < row_vectors) cluster *= 2;
+    while (cluster > 1 && rows * cluster > most) {
+        cluster /= 2;
+        if (threads < 512) threads *= 2;
+    }
+    int64_t teams = most / cluster;
+    teams = teams < 1 ? 1 : teams < rows ? teams : rows;
+    choice.blocks = static_cast<int>(teams * cluster);
+    choice.threads = threads;
+    choice.cluster = static_cast<int>(cluster);
+    choice.prefetch_blocks = !prefetch ? 0 : c.local_ranks > 1 ? static_cast<int>(cluster) : kPrefetchBlocks;
+    return choice;
+}
+
+}  // namespace fv

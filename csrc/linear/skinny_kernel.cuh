@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// Product of a few rows with a weight, bf16, one block per 16 weight rows: eight warps share K in chunks of 32, each lane
+// loads 16 bytes of two weight rows per chunk and uses them as the left operand of two mma.m16n8k16 (K is permuted alike on
+// both sides), so that eight rows of x cost one instruction. Weights do not depend on the launch before: the first loads are
+// issued before the wait for it. The order of every sum depends on K alone: the result of a row has the same bits whatever
+// the number of rows beside it.
+#pragma once
+#include "algo/convert.h"
+#include "common/launch.h"
+#include "common/ptx.cuh"
+
+namespace fv::skinny {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kTile = 16;        // weight rows of a block
+constexpr int kChunk = 32;       // of K, per warp and step
+constexpr int kAhead = 6;        // chunks of weights a warp has in flight
+constexpr int kMaxTiles = 4;     // of eight rows of x
+constexpr int kStride = kTile + 1;
+
+struct Params {
+    const uint16_t* x;       // [R, K], rows x_row apart
+    const uint16_t* weight;  // [N, K]
+    const uint16_t* bias;    // [N] or null
+    const uint16_t* norm;    // [K] or null: x is normed first
+    int64_t x_row;
+    int32_t rows, inner, outer;
+    float eps;
+};
+
+__device__ __forceinline__ void unpack(uint32_t two, float& a, float& b) {
+    a = bits_to_float(two << 16);
+    b = bits_to_float(two & 0xffff0000u);
+}
+__device__ __forceinline__ uint32_t pack(float a, float b) {
+    return static_cast<uint32_t>(float_to_bf16(a)) | static_cast<uint32_t>(float_to_bf16(b)) << 16;
+}
+
+__device__ __forceinline__ uint32_t scaled(uint32_t x, uint32_t w, float r) {
+    float a, b, u, v;
+    unpack(x, a, b);
+    unpack(w, u, v);
+    return pack(a * r * u, b * r * v);
+}
+
+__device__ __forceinline__ float squares(uint32_t x) {
+    float a, b;
+    unpack(x, a, b);
+    return a * a + b * b;
+}
+
+// kTiles groups of eight rows. Epilogue: rows(tile, n, low, high) names the weight rows low..low+7 and high..high+7 of a
+// block; store(args, row, tile, i, a, b) takes the products of weight rows low + i and high + i.
+template <int kTiles, class Epilogue>
+__global__ void __launch_bounds__(kThreads) skinny_kernel(const __grid_constant__ Params p, const __grid_constant__ Epilogue epilogue) {
+    __shared__ float sums[kWarps][8 * kTiles * kStride];
+    __shared__ float part[kWarps][8 * kTiles];
+    allow_next_launch();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    const int tile = blockIdx.x, first = blockIdx.y * 8 * kMaxTiles, chunks = p.inner / kChunk;
+    int low, high;
+    epilogue.rows(tile, low, high);
+    const uint16_t* w_low = p.weight + static_cast<int64_t>(low + g) * p.inner + c * 8;
+    const uint16_t* w_high = p.weight + static_cast<int64_t>(high + g) * p.inner + c * 8;
+    uint4 a_low[kAhead], a_high[kAhead];
+    auto load = [&](int begin) {
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            const int chunk = begin + kWarps * j;
+            if (chunk < chunks) {
+                a_low[j] = load_streaming_16(w_low + chunk * kChunk);
+                a_high[j] = load_streaming_16(w_high + chunk * kChunk);
+            }
+        }
+    };
+    load(warp);
+    wait_for_previous_launch();
+
+    auto x_at = [&](int t, int chunk) -> uint4 {  // eight values of row 8 t + g
+        const int row = first + 8 * t + g;
+        if (row >= p.rows) return make_uint4(0, 0, 0, 0);
+        return *reinterpret_cast<const uint4*>(p.x + row * p.x_row + chunk * kChunk + c * 8);
+    };
+    float rms[kTiles];
+    if (p.norm) {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) rms[t] = 0.0f;
+        for (int chunk = warp; chunk < chunks; chunk += kWarps) {
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t) {
+                const uint4 v = x_at(t, chunk);
+                rms[t] += (squares(v.x) + squares(v.y)) + (squares(v.z) + squares(v.w));
+            }
+        }
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+            rms[t] += __shfl_xor_sync(0xffffffffu, rms[t], 1);
+            rms[t] += __shfl_xor_sync(0xffffffffu, rms[t], 2);
+            if (c == 0) part[warp][8 * t + g] = rms[t];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w) sum += part[w][8 * t + g];
+            rms[t] = 1.0f / sqrtf(sum / static_cast<float>(p.inner) + p.eps);
+        }
+    }
+
+    float acc[kTiles][4] = {};
+    for (int begin = warp; begin < chunks; begin += kWarps * kAhead) {
+        if (begin != warp) load(begin);
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) {
+            const int chunk = begin + kWarps * j;
+            if (chunk >= chunks) break;
+            uint4 n;
+            if (p.norm) n = *reinterpret_cast<const uint4*>(p.norm + chunk * kChunk + c * 8);
+            const uint32_t step0[4] = {a_low[j].x, a_high[j].x, a_low[j].y, a_high[j].y};
+            const uint32_t step1[4] = {a_low[j].z, a_high[j].z, a_low[j].w, a_high[j].w};
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t) {
+                uint4 v = x_at(t, chunk);
+                if (p.norm) v = make_uint4(scaled(v.x, n.x, rms[t]), scaled(v.y, n.y, rms[t]), scaled(v.z, n.z, rms[t]), scaled(v.w, n.w, rms[t]));
+                mma_16816_bf16(acc[t], step0, v.x, v.y);
+                mma_16816_bf16(acc[t], step1, v.z, v.w);
+            }
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+        float* at = sums[warp] + (8 * t + 2 * c) * kStride + g;
+        at[0] = acc[t][0];
+        at[kStride] = acc[t][1];
+        at[8] = acc[t][2];
+        at[kStride + 8] = acc[t][3];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 8 * kTiles * 8; i += kThreads) {
+        const int row = i / 8, pair = i % 8;
+        if (first + row >= p.rows) break;
+        float a = 0.0f, b = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) {
+            a += sums[w][row * kStride + pair];
+            b += sums[w][row * kStride + pair + 8];
+        }
+        if (p.bias) {
+            a += bf16_to_float(p.bias[low + pair]);
+            b += bf16_to_float(p.bias[high + pair]);
+        }
+        epilogue.store(first + row, tile, low + pair, high + pair, a, b);
+    }
+}
+
+template <class Epilogue>
+void run_skinny(const Launch& launch, const Params& p, const Epilogue& epilogue) {
+    const dim3 grid(static_cast<unsigned>(p.outer / kTile), static_cast<unsigned>(ceil_div(p.rows, 8 * kMaxTiles)));
+    const auto kernel = p.rows <= 8 ? skinny_kernel<1, Epilogue> : p.rows <= 16 ? skinny_kernel<2, Epilogue>
+                      : p.rows <= 24 ? skinny_kernel<3, Epilogue> : skinny_kernel<4, Epilogue>;
+    launch.run_overlapped(kernel, grid, dim3(kThreads), 0, p, epilogue);
+}
+
+inline Params params(const char* op, const SkinnySizes& s, const Tensor& x, const Tensor& weight, const OptTensor& bias,
+                     const OptTensor& norm, double eps) {
+    FV_CHECK(s.type == ScalarType::BFloat16, op, ": x must be bfloat16 on a GPU; got ", describe(x), ". Fix: use a plain linear.");
+    const auto aligned = [](const void* a) { return reinterpret_cast<uintptr_t>(a) % 16 == 0; };
+    FV_CHECK(aligned(x.const_data_ptr()) && aligned(weight.const_data_ptr()) && x.stride(0) % 8 == 0 &&
+                 (!norm || aligned(norm->const_data_ptr())), op,
+             ": x, weight and norm must be aligned to 16 bytes; got other addresses or strides. Fix: pass whole tensors.");
+    return {cptr<uint16_t>(x), cptr<uint16_t>(weight), cptr<uint16_t>(bias), cptr<uint16_t>(norm), x.stride(0),
+            static_cast<int32_t>(s.rows), static_cast<int32_t>(s.inner), static_cast<int32_t>(s.outer), static_cast<float>(eps)};
+}
+
+}  // namespace fv::skinny

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// skinny_qkv on CUDA: RMSNorm, merged QKV product, RoPE and append to the paged cache in one launch: a block's 16 weight rows
+// are eight pairs that RoPE turns into each other. Same bits as the product rounded to bf16, then rope_append.
+// Cost: N * K * 2 bytes, one launch. Graph-safe. Instantiations: 8, 16, 24, 32 rows.
+#include <torch/csrc/stable/library.h>
+
+#include "linear/skinny_args.h"
+#include "linear/skinny_kernel.cuh"
+
+namespace fv {
+namespace skinny {
+namespace {
+
+struct Cache {
+    uint16_t* data;
+    int64_t page, slot, head;
+};
+
+struct Qkv {
+    uint16_t* q;
+    int64_t q_row, q_head;
+    Cache k, v;
+    const int32_t* positions;
+    const int64_t* slots;
+    const float* cos_sin;
+    int64_t max_positions, capacity;
+    int32_t heads, kv_heads, head_dim, page_size;
+
+    __device__ void rows(int tile, int& low, int& high) const {
+        const int per_head = head_dim / kTile, head = tile / per_head;
+        low = head * head_dim + tile % per_head * 8;
+        high = low + head_dim / 2;
+    }
+    __device__ void store(int row, int tile, int low, int, float a, float b) const {
+        const int64_t slot = slots[row];
+        const int32_t position = positions[row];
+        if (slot < 0 || slot >= capacity || position < 0 || position >= max_positions) return;
+        const int head = tile / (head_dim / kTile), half = head_dim / 2, i = low - head * head_dim;
+        a = bf16_to_float(float_to_bf16(a));
+        b = bf16_to_float(float_to_bf16(b));
+        if (head < heads + kv_heads) {
+            const float c = cos_sin[position * static_cast<int64_t>(head_dim) + i], s = cos_sin[position * static_cast<int64_t>(head_dim) + half + i];
+            const float u = a * c - b * s;
+            b = b * c + a * s;
+            a = u;
+        }
+        uint16_t* to = q + row * q_row + head * q_head;
+        if (head >= heads) {
+            const Cache& cache = head < heads + kv_heads ? k : v;
+            const int64_t page = slot / page_size;
+            to = cache.data + page * cache.page + (slot - page * page_size) * cache.slot + (head - heads) % kv_heads * cache.head;
+        }
+        to[i] = float_to_bf16(a);
+        to[i + half] = float_to_bf16(b);
+    }
+};
+
+Cache cache_of(const Tensor& t) { return {mptr<uint16_t>(t), t.stride(0), t.stride(1), t.stride(2)}; }
+
+void skinny_qkv_cuda(const Tensor x, const Tensor weight, const OptTensor bias, const OptTensor norm, const Tensor positions,
+                     const Tensor slots, const Tensor cos_sin, Tensor q, Tensor k_cache, Tensor v_cache, double eps) {
+    const QkvSizes n = check_skinny_qkv(x, weight, bias, norm, positions, slots, cos_sin, q, k_cache, v_cache, eps);
+    if (n.s.rows == 0) return;
+    const Params p = params("skinny_qkv", n.s, x, weight, bias, norm, eps);
+    const Launch launch("skinny_qkv", x);
+    run_skinny(launch, p, Qkv{mptr<uint16_t>(q), q.stride(0), q.stride(1), cache_of(k_cache), cache_of(v_cache),
+                              cptr<int32_t>(positions), cptr<int64_t>(slots), cptr<float>(cos_sin), n.max_positions, n.capacity,
+                              static_cast<int32_t>(n.heads), static_cast<int32_t>(n.kv_heads), static_cast<int32_t>(n.head_dim),
+                              static_cast<int32_t>(n.page_size)});
+}
+
+}  // namespace
+}  // namespace skinny
+
+STABLE_TORCH_LIBRARY_IMPL(fastverify, CUDA, m) { m.impl("skinny_qkv", TORCH_BOX(&skinny::skinny_qkv_cuda)); }
+
+}  // namespace fv

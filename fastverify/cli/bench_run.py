@@ -1,0 +1,172 @@
+"""Runs the scripts of benchmarks/, one process each, and collects their rows."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable, Iterator, Optional
+
+from .bench_tables import by_op, read_rows
+
+AXES = ("batch", "nodes", "vocab", "prefix", "hidden", "rows", "top")  # as benchmarks/harness.py has them
+PASSED = ("device", "repeats", "only")
+UNKNOWN_ROWS = 8  # of an op that no stored result has
+# provider -> (distribution, what to do without it)
+PROVIDERS = {
+    "fastverify, CUDA": ("", "build on a machine with nvcc, run on a GPU"),
+    "fastverify, Triton": ("triton", "pip install triton; a GPU"),
+    "fastverify, CPU": ("", ""),
+    "torch": ("torch", "pip install torch"),
+    "sglang-kernel": ("sglang-kernel", "pip install sglang-kernel; or SGL_KERNEL_LIBRARY=common_ops.abi3.so"),
+    "FlashInfer (fa2, XQA)": ("flashinfer-python", "pip install flashinfer-python; a GPU"),
+    "NCCL": ("", "torch with CUDA; two GPUs"),
+    "torch symmetric memory": ("", "torch with CUDA; two GPUs"),
+}
+
+
+def folder(command: str) -> Path:
+    """benchmarks/ of the source tree that the package or the current folder is in."""
+    for root in (Path(__file__).resolve().parents[2], Path.cwd()):
+        if (root / "benchmarks" / "harness.py").is_file():
+            return root / "benchmarks"
+    raise ValueError(f"{command}: the benchmarks must be beside the package or in this folder; got none (a wheel has none). "
+                     "Fix: run in a clone of the repository; `bench compare` and `bench show` work everywhere.")
+
+
+@dataclass
+class Script:
+    """One benchmark. why: the reason why it cannot run here, or ""."""
+
+    op: str
+    stage: str
+    path: Path
+    why: str = ""
+    flags: list = field(default_factory=list)
+
+
+def scripts(root: Path, gpus: int) -> list:
+    """Every bench_<op>.py of a stage; `step` and `loop` have commands of their own."""
+    found = []
+    for path in sorted(root.glob("*/bench_*.py")):
+        stage, op = path.parent.name, path.stem.removeprefix("bench_")
+        if stage in ("loop", "step", "host"):
+            continue
+        script = Script(op, stage, path)
+        if stage == "comm":
+            script.flags = ["--world", str(gpus)]
+            script.why = "" if gpus > 1 else f"needs two GPUs; this machine has {gpus}"
+        found.append(script)
+    return found
+
+
+def chosen(all_scripts: list, names: list) -> list:
+    """Those whose op or stage is named; all without names."""
+    known = {s.op for s in all_scripts} | {s.stage for s in all_scripts}
+    for n in names:
+        if n not in known:
+            raise ValueError(f"bench: every name must be an op or a stage of the suite; got {n}. Fix: one of {', '.join(sorted(known))}.")
+    return [s for s in all_scripts if not names or s.op in names or s.stage in names]
+
+
+def providers() -> list:
+    """[(provider, version or "here", "")] or [(provider, None, what to do)]."""
+    import torch
+
+    from .. import _ops
+    gpu = torch.cuda.is_available()
+    nccl = gpu and torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    here = {"fastverify, CUDA": gpu and _ops.has_native_kernel("verify_tree", "cuda"), "fastverify, CPU": True,
+            "NCCL": nccl and torch.cuda.device_count() > 1,
+            "torch symmetric memory": nccl and torch.cuda.device_count() > 1
+            and importlib.util.find_spec("torch.distributed._symmetric_memory") is not None}
+    out = []
+    for name, (distribution, fix) in PROVIDERS.items():
+        if name in here:
+            version = ("NCCL " + ".".join(map(str, torch.cuda.nccl.version())) if name == "NCCL" else "here") if here[name] else None
+        else:
+            try:
+                version = importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                version = None
+            if distribution in ("triton", "flashinfer-python") and version and not gpu:
+                version, fix = None, f"{version} is installed; a GPU"
+        out.append((name, version, "" if version else fix))
+    return out
+
+
+def expected(results: Path, device_type: str) -> dict:
+    """op -> rows of the newest stored result of this kind of device: what the time left is estimated from."""
+    counts: dict = {}
+    for path in sorted(results.glob("*-????-??-??.json")):
+        rows = [r for r in json.loads(path.read_text()).get("rows", ()) if r.get("device_type") == device_type and "op" in r]
+        counts |= {op: len(mine) for op, mine in by_op(rows).items()}
+    return counts
+
+
+@dataclass
+class Outcome:
+    """What one script gave. status 0: right; 1: a result was wrong; else it failed, and `error` is its last line."""
+
+    script: Script
+    rows: list
+    seconds: float
+    status: int = 0
+    error: str = ""
+
+
+def run(chosen_scripts: list, flags: list, progress: Callable, quick: bool = False, limit: Optional[float] = None,
+        counts: Optional[dict] = None) -> Iterator[Outcome]:
+    """Runs the scripts in turn. progress(share done in 0..1, text). limit: seconds per script."""
+    counts = counts or {}
+    weights = [counts.get(s.op, UNKNOWN_ROWS) for s in chosen_scripts]
+    total, before = sum(weights) or 1, 0
+    for script, weight in zip(chosen_scripts, weights):
+        def update(rows: int) -> None:
+            progress((before + min(rows, weight)) / total, script.op)  # noqa: B023 (called in this turn)
+        update(0)
+        yield _one(script, [*flags, *script.flags, *(["--quick"] if quick else [])], update, limit)
+        before += weight
+    progress(1.0, "done")
+
+
+def _one(script: Script, flags: list, update: Callable, limit: Optional[float]) -> Outcome:
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        out, log = Path(place) / "rows", Path(place) / "log"
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(script.path.parents[2]), *(p for p in sys.path if p)])}
+        with open(log, "w") as stream:
+            process = subprocess.Popen([sys.executable, str(script.path), "--out", str(out), *flags], stdout=stream, stderr=subprocess.STDOUT,
+                                       env=environment, cwd=script.path.parents[2])
+            status = None
+            try:
+                while status is None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        status = process.wait(0.3)
+                    update(_count(out))
+                    if status is None and limit is not None and time.monotonic() - start > limit:
+                        process.kill()
+                        process.wait()
+                        status = 124
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
+        files = sorted(out.glob("*.json")) if out.is_dir() else []
+        rows = [r for f in files for r in read_rows("bench", str(f))]
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        error = "" if status in (0, 1) and rows else (f"stopped after {limit:g} s" if status == 124 else
+                                                     (lines[-1] if lines else f"exit code {status}"))
+        return Outcome(script, rows, time.monotonic() - start, status, error)
+
+
+def _count(out: Path) -> int:
+    with contextlib.suppress(OSError):
+        return sum(f.read_text().count('"op": ') for f in out.glob("*.json"))
+    return 0

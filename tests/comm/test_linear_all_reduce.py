@@ -1,0 +1,53 @@
+"""How a row-parallel linear is cut (pure); its values over gloo are in test_gloo.py, over GPUs in test_nccl.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fastverify.comm.linear_all_reduce import ONE_PIECE, column_widths, cut, overlaps, split_for
+
+
+@pytest.mark.parametrize("rows, n, expected", [
+    (1, 7168, ONE_PIECE), (255, 7168, ONE_PIECE), (256, 7168, ("columns", 4)), (4096, 7168, ("columns", 4)),
+    (512, 100, ("rows", 4)), (256, 100, ("rows", 2)), (256, 7168 + 1, ("rows", 2))])
+def test_the_rule_without_a_measurement(rows, n, expected):
+    assert split_for(rows, n, [], 256) == expected
+
+
+@pytest.mark.parametrize("rows, expected", [(1, ONE_PIECE), (63, ONE_PIECE), (64, ONE_PIECE), (128, ("columns", 2)),
+                                            (1000, ("columns", 2)), (1024, ("rows", 4)), (5000, ("rows", 4))])
+def test_what_was_measured_decides(rows, expected):
+    measured = [(64, "rows", 1), (128, "columns", 2), (1024, "rows", 4)]
+    assert split_for(rows, 7168, measured, 8) == expected
+
+
+def comm(largest: int, **kw) -> SimpleNamespace:
+    return SimpleNamespace(splits={}, overlap_rows=256, largest_bytes=largest, **kw)
+
+
+def test_pieces_fit_what_a_sum_may_hold():
+    weight = torch.zeros(64, 8)  # 256 bytes a row of output
+    assert cut(100, weight, comm(100 * 256)) == ONE_PIECE
+    assert cut(101, weight, comm(100 * 256)) == ("rows", 2)
+    assert cut(1000, weight, comm(100 * 256)) == ("rows", 10), "four pieces of columns would be too large"
+    assert cut(400, weight, comm(100 * 256)) == ("columns", 4)
+    assert cut(10, weight, comm(1)) == ("rows", 10), "never less than a row"
+
+
+def test_layers_ask_for_the_overlap_only_where_a_cut_pays():
+    weight = torch.zeros(64, 8)
+    assert [overlaps(r, weight, comm(1 << 62)) for r in (1, 255, 256, 4096)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("n, kind, pieces, widths", [
+    (7168, "columns", 4, [1792] * 4), (7168, "growing", 3, [1024, 2048, 4096]), (8192, "growing", 3, [1152, 2304, 4736]),
+    (7168, "growing", 4, [512, 896, 1920, 3840]), (1000, "growing", 2, [256, 744])])
+def test_widths_of_pieces(n, kind, pieces, widths):
+    assert column_widths(n, kind, pieces) == widths and sum(widths) == n
+
+
+@pytest.mark.parametrize("split", [("columns", 3), ("diagonals", 2), ("rows", 0), ("growing", 2), ("growing", 7)])
+def test_splits_that_do_not_fit(split):
+    with pytest.raises(ValueError, match="split must be .* Fix: "):
+        cut(16, torch.zeros(64, 8), comm(1 << 62), split)
