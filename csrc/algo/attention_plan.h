@@ -244,7 +244,7 @@ constexpr int kMaxBlocks = 1020;       // a counter each (kCounterBytes)
 
 // Blocks of 128 threads per multiprocessor that a kernel's registers allow: narrow tiles of fp8 are bound by latency.
 FV_HD constexpr int most_blocks(int64_t head_dim, int64_t tile_rows, int kv_bytes) {
-    return kv_bytes == 1 && tile_rows == 16 && head_dim <= 128 ? 4 : 2;
+    return kv_bytes == 1 && tile_rows == 16 && head_dim <= 128 ? 3 : 2;
 }
 // Fewest stages: two, and room for the 4 warps' results when a block merges them.
 FV_HD int least_stages(int64_t head_dim, int64_t tile_rows, int64_t stage_bytes) {
@@ -263,11 +263,11 @@ constexpr int kWgmmaFromRows = 33;     // packed rows of a request from which it
 
 // head_dim 64, 128 or 256; kv_bytes per element of the cache: 1 or 2. rows / batch is taken as nodes of a request. sm90: the
 // device and the cache can take the sm_90a kernel.
-FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_heads, int64_t group, int64_t head_dim, int kv_bytes,
+FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t /*kv_heads*/, int64_t group, int64_t head_dim, int kv_bytes,
                                        int sms, int64_t max_smem, bool sm90 = false) {
     AttentionLaunch a{};
     const int64_t nodes = batch > 0 ? (rows + batch - 1) / batch : 0;
-    a.least_units = 2;
+    a.least_units = 1;
     if (sm90 && head_dim == 128 && nodes * group >= kWgmmaFromRows) {
         const int tile = nodes * group > 64 ? 128 : 64;
         const int64_t room = tile == 64 ? (max_smem + kSystemSmem) / 2 - kSystemSmem : max_smem;
@@ -318,7 +318,7 @@ FV_HD ExactLaunch exact_launch(int64_t rows, int64_t kv_heads, int64_t group, in
     e.groups = groups < 1 ? 1 : groups < e.chunks ? groups : e.chunks;
     return e;
 }
-FV_HD int64_t exact_partial_floats(int64_t tile_heads, int64_t head_dim) { return tile_heads * (head_dim + 2); }
+FV_HD int64_t exact_partial_floats(int64_t tile_heads, int64_t head_dim) { return (tile_heads * (head_dim + 2) + 3) / 4 * 4; }
 FV_HD int64_t exact_workspace(const ExactLaunch& e, int64_t rows, int64_t kv_heads, int64_t head_dim) {
     return 4096 + rows * kv_heads * e.tiles * e.chunks * exact_partial_floats(e.tile_heads, head_dim) * 4;
 }

@@ -19,7 +19,8 @@ def workspace_bytes(rows: int, batch: int, q_heads: int, kv_heads: int, head_dim
 def exact_workspace_bytes(rows: int, q_heads: int, kv_heads: int, head_dim: int, capacity: int) -> int:
     """Bytes of tree_attention(exact=True): a partial result per row, head and 1024 positions that the page table can hold."""
     group, tile = q_heads // kv_heads, 32 if head_dim > 128 else 16
-    return COUNTER_BYTES + rows * kv_heads * -(-group // tile) * max(1, -(-capacity // 1024)) * min(group, tile) * (head_dim + 2) * 4
+    partial = -(-min(group, tile) * (head_dim + 2) // 4) * 16
+    return COUNTER_BYTES + rows * kv_heads * -(-group // tile) * max(1, -(-capacity // 1024)) * partial
 
 
 def exact_workspace_for(q: torch.Tensor, k_cache: torch.Tensor, page_table: torch.Tensor) -> Optional[torch.Tensor]:

@@ -76,7 +76,7 @@ def test_launches_fit_the_device(driver, device):
         tile, stages, blocks, wgmma, smem, workspace = map(int, line.split())
         assert tile in ((32, 64) if dim == 256 else (16, 32, 64, 128)) and 2 <= stages <= 6
         assert smem <= kib * 1024 and (blocks // sms) * (smem + 1024) <= (kib + 1) * 1024
-        assert blocks in (sms, 2 * sms, 3 * sms, 4 * sms) and blocks <= 1020
+        assert blocks in (sms, 2 * sms, 3 * sms) and blocks <= 1020
         ring = smem - tile * dim * 2
         warp_rows = 16 if dim == 256 or tile == 16 else 32
         assert wgmma <= sm90 and (not wgmma or dim == 128 and tile in (64, 128))
