@@ -149,7 +149,7 @@ def worker(rank: int, args, port: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = options("all_reduce of real ranks against NCCL", skip=("rows", "hidden"))
+    parser = options("all_reduce of real ranks against NCCL")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--rows", type=lambda s: [int(v) for v in s.split(",")], default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--hidden", type=int, default=7168)
