@@ -86,15 +86,6 @@ __device__ __forceinline__ Chosen team_choice(const VerifyTask& a, const Row<T>&
     return c;
 }
 
-// The row at rows[turn] by the whole team; called in two places, compiled once.
-template <bool kExtras, class T>
-__device__ __attribute__((noinline)) Chosen visit_row(const VerifyTask& a, Team team, int64_t begin, int64_t request, int turn) {
-    const Row<T>& row = *reinterpret_cast<const Row<T>*>(team.s->rows[turn]);
-    if (team.s->work_child >= 0) prefetch_slice<T>(a, begin + team.s->work_child, team);
-    if constexpr (kExtras) mark_ancestors(row, team);
-    return team_choice<kExtras>(a, row, team, request);
-}
-
 // The walk over logits in memory: the first warp walks, the others work on the rows that it visits. Ends with a barrier.
 // `tree` was opened by the whole team; init_rows() was called and a barrier passed.
 template <bool kExtras, class T>
@@ -102,6 +93,12 @@ __device__ __forceinline__ void walk_rows(const VerifyTask& a, const WalkTree& t
     TeamScratch* s = team.s;
     copy_words(s->rows[1], s->rows[0], team.tid(), kTeamThreads);
     __syncthreads();
+    const auto level = [&](int turn) {
+        const Row<T>& row = *reinterpret_cast<const Row<T>*>(s->rows[turn]);
+        if (s->work_child >= 0) prefetch_slice<T>(a, tree.begin + s->work_child, team);
+        if constexpr (kExtras) mark_ancestors(row, team);
+        return team_choice<kExtras>(a, row, team, b);
+    };
     if (team.warp() == 0) {
         WarpWalker walker{team};
         walk_tree(walker, tree, s->params.flags, a.out, a.stops, b, [&](int32_t node, int32_t depth, const int64_t*) {
@@ -114,7 +111,7 @@ __device__ __forceinline__ void walk_rows(const VerifyTask& a, const WalkTree& t
                 s->work_node = node;
             }
             __syncthreads();
-            return visit_row<kExtras, T>(a, team, tree.begin, b, turn);
+            return level(turn);
         });
         if (team.leader()) s->work_node = -1;
         __syncthreads();
@@ -122,7 +119,7 @@ __device__ __forceinline__ void walk_rows(const VerifyTask& a, const WalkTree& t
         for (int turn = 0;; turn ^= 1) {
             __syncthreads();
             if (s->work_node < 0) break;
-            visit_row<kExtras, T>(a, team, tree.begin, b, turn);
+            level(turn);
         }
     }
     if (team.size > 1 && team.index == 0) {  // the sums that were added last
