@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
-# gpu.sh PYTHON: on a GPU machine, build for the card present, run every test that touches it, then the benchmarks.
+# gpu.sh PYTHON [--quick]: on a GPU machine, build for the card present, run every test that touches it, then the benchmarks
+# of every op and of the step, and make the tables of README and docs anew. Ends with the seconds of each part.
+# --quick: two shapes per op, results into build/bench-quick, no tables.
 # Needs no network: the given Python must hold a CUDA build of torch, cmake, pytest and hypothesis.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
+quick=${2:-}
+case $quick in "" | --quick) ;; *) echo "gpu: the option must be --quick; got $quick. Fix: leave it out"; exit 2 ;; esac
 "$python" - <<'PY'
 import sys
 try:
@@ -17,12 +21,21 @@ for i in range(found):
     p = torch.cuda.get_device_properties(i)
     print(f"gpu: cuda:{i} {p.name} sm_{p.major}{p.minor} {p.total_memory / 2**30:.0f} GiB, torch {torch.__version__}")
 PY
+start=$SECONDS
 "$python" setup.py -q build_ext --inplace
+build=$((SECONDS - start)) start=$SECONDS
+parallel=$("$python" -c "import xdist" 2>/dev/null && echo "-n 4" || true)  # the tests wait for the CPU more than for the GPU
 # shellcheck disable=SC2086
-"$python" -m pytest tests -k "cuda or gpu" ${PYTEST_ARGS:-}
-mkdir -p benchmarks/results
-shopt -s nullglob
-for bench in benchmarks/bench_*.py benchmarks/*/bench_*.py; do
-    echo "== $bench"
-    "$python" "$bench" --out benchmarks/results
-done
+"$python" -m pytest tests -q -k "cuda or gpu" $parallel ${PYTEST_ARGS:-}
+tests=$((SECONDS - start)) start=$SECONDS
+out=benchmarks/results
+[ -n "$quick" ] && out=build/bench-quick
+mkdir -p "$out"
+status=0
+# shellcheck disable=SC2086
+"$python" -m fastverify bench run $quick --out "$out" || status=1
+# shellcheck disable=SC2086
+"$python" -m fastverify bench step $quick --out "$out" || status=1
+[ -n "$quick" ] || "$python" benchmarks/readme.py
+echo "gpu: build $build s, tests $tests s, benchmarks $((SECONDS - start)) s; results in $out"
+exit $status

@@ -15,7 +15,6 @@ On a CPU the calls are timed one by one with the host's clock: look at ratios th
 
 import argparse
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import re
@@ -199,17 +198,15 @@ def write_rows(folder: Path, rows: list) -> Path:
 
 def show(title: str, rows: list) -> None:
     """A rich table on a terminal that has rich, else plain columns."""
-    out = Output()
-    out.out_terminal = out.out_terminal and importlib.util.find_spec("rich") is not None
     header, cells = table_rows(rows)
-    out.table(header, cells, title=title)
+    Output().table(header, cells, title=title)
 
 
 # ---- one benchmark ---------------------------------------------------------------------------------------------------------
 
-def options(description: str, skip: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The options every benchmark has. skip: axes that it defines itself."""
-    parser = argparse.ArgumentParser(description=description)
+def options(description: str) -> argparse.ArgumentParser:
+    """The options every benchmark has."""
+    parser = argparse.ArgumentParser(description=description, conflict_handler="resolve")  # a script's own option goes first
     parser.add_argument("--device", default="auto", help="cuda, cuda:1, cpu; auto (default): cuda where there is one")
     parser.add_argument("--out", type=Path, metavar="DIR", help="add the rows to DIR/<device>-<date>.json")
     parser.add_argument("--repeats", type=int, default=30, help="replays per measurement (default 30)")
@@ -218,8 +215,7 @@ def options(description: str, skip: Sequence[str] = ()) -> argparse.ArgumentPars
     parser.add_argument("--quick", action="store_true", help=f"the first {QUICK_SHAPES} shapes, {QUICK_REPEATS} replays")
     axes = parser.add_argument_group("axes", "values that replace those of the table of shapes, where an op has the axis")
     for flag, names in AXES.items():
-        if flag not in skip:
-            axes.add_argument(f"--{flag}", metavar="N,...", type=numbers, help=f"{' or '.join(names)}")
+        axes.add_argument(f"--{flag}", metavar="N,...", type=numbers, help=f"{' or '.join(names)}")
     return parser
 
 

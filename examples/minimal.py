@@ -8,11 +8,10 @@ import sys
 import torch
 
 import fastverify as fv
-from fastverify.models.random_weights import random_target
+from fastverify.models.dummy import dummy_target
 
 device = sys.argv[1] if len(sys.argv) > 1 else "cuda" if torch.cuda.is_available() else "cpu"
-dtype = torch.bfloat16 if device == "cuda" else torch.float32
-target = random_target("tiny", dtype, device)  # 2 layers, hidden size 128; fv.load_target(PATH) loads a real one
+target = dummy_target("tiny", torch.float32, device)  # 7 layers, hidden size 64; fv.load_target(PATH) loads a real one
 prompt = [11, 12, 13, 14] * 6
 runs = {}
 for tree in ("off", "chain-3", "tree-8"):

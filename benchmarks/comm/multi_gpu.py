@@ -42,11 +42,11 @@ def body(me, args) -> int:
                 loop_section.loops(me, args)
             else:
                 rows = max(args.rows) if name == "sums" else max(min(1024, max(args.linear_rows)), 64)
-                comms = sections.communicators(me, rows * args.hidden * 2)
+                comms = sections.communicators(me, rows * args.hidden * 2, ("peer", "host", "nccl") if name == "sums" else args.over)
                 dict(sums=sections.sums, linears=sections.linears, verifies=sections.verifies)[name](me, args, comms)
                 for comm in comms.values():
                     comm.check()
-        except RuntimeError as exc:
+        except Exception as exc:  # the rows so far are stored
             print(f"rank {me.rank}: section {name} broke off: {str(exc).splitlines()[0][:300]}", file=sys.stderr, flush=True)
             return 1
         if me.rank == 0:
@@ -83,7 +83,9 @@ def main() -> int:
     parser.add_argument("--rows", type=lambda s: [int(v) for v in s.split(",")], default=[1, 2, 4, 8, 16, 32, 64, 256])
     parser.add_argument("--linear-rows", type=lambda s: [int(v) for v in s.split(",")], default=[8, 16, 64, 256, 1024, 4096])
     parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--inner", type=int, default=18432, help="columns of the row-parallel weight, over all ranks")
+    parser.add_argument("--inner", type=lambda s: [int(v) for v in s.split(",")], default=[18432, 36864],
+                        help="columns of the row-parallel weights, over all ranks")
+    parser.add_argument("--over", type=lambda s: s.split(","), default=["peer", "host", "nccl"], help="transports of linears and verifies")
     parser.add_argument("--sections", type=lambda s: s.split(","), default=list(SECTIONS))
     parser.add_argument("--seconds", type=float, default=420, help="no section starts later than this")
     parser.add_argument("--quick", action="store_true", help="fewer replays")

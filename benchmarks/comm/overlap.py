@@ -45,15 +45,22 @@ def overlap(events: list) -> dict:
     return dict(sum_us=length(sums), product_us=length(products), both_us=both, share=both / shorter if shorter else 0.0)
 
 
-def trace(call: Callable, calls: int = 8, out: Optional[Path] = None) -> dict:
-    """`overlap` of `calls` calls under torch's profiler, times per call; the Chrome trace goes to `out`."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as prof:
+def trace(me, call: Callable, folder: Optional[Path], name: str, calls: int = 4) -> dict:
+    """`overlap` of `calls` calls in one CUDA graph under torch's profiler, times per call; rank 0 writes its Chrome trace."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(calls):
             call()
+    graph.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
+        me.together()
+        graph.replay()
         torch.cuda.synchronize()
-    if out is not None:
-        prof.export_chrome_trace(str(out))
+    if folder is not None and me.rank == 0:
+        prof.export_chrome_trace(str(folder / f"overlap-{name}.json.gz"))
     events = [(e.name, e.time_range.start, e.time_range.end) for e in prof.events()
               if e.device_type == torch.autograd.DeviceType.CUDA]
-    found = overlap(events)
-    return {k: v / calls if k.endswith("_us") else v for k, v in found.items()} | {"names": sorted({n[:80] for n, _, _ in events})}
+    return {k: v / calls if k.endswith("_us") else v for k, v in overlap(events).items()}

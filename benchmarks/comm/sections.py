@@ -14,10 +14,10 @@ from fastverify import Communicator, all_reduce, all_reduce_rms_norm, linear_all
 EPS, BF16 = 1e-6, "bfloat16"
 
 
-def communicators(me: Rank, max_bytes: int) -> dict:
+def communicators(me: Rank, max_bytes: int, wanted: tuple = ("peer", "host", "nccl")) -> dict:
     """{"peer", "host", "nccl": Communicator}; one that cannot be made is left out with a row that says why."""
     made = {}
-    for backend in ("peer", "host", "nccl"):
+    for backend in wanted:
         try:
             made[backend] = Communicator(device=me.device, backend=backend, max_bytes=max_bytes)
         except RuntimeError as exc:
@@ -127,51 +127,63 @@ class SymmetricMemory:
 
 # ---- linear_all_reduce -------------------------------------------------------------------------------------------------------
 
-def linears(me: Rank, args, comms: dict) -> None:
-    """GEMM then all-reduce against pieces; the share of the shorter part that is hidden."""
-    n, k = args.hidden, args.inner // me.world
-    weight = torch.randn(n, k, generator=torch.Generator(me.device).manual_seed(1), device=me.device).bfloat16() / k**0.5
-    for name, comm in comms.items():
-        if name != "nccl":
-            comm.set_one_shot_bytes(comm.max_bytes if me.world == 2 else 0)
-        for m in args.linear_rows:
-            if name != "nccl" and m > 1024:
-                continue
-            shape = dict(W=me.world, M=m, N=n, K=k, over=name)
-            x = torch.randn(m, k, generator=torch.Generator(me.device).manual_seed(m), device=me.device).bfloat16()
-            one = lambda: linear_all_reduce(x, weight, comm, split=("rows", 1))  # noqa: E731
-            want, kw = one(), dict(chain=10 if m > 256 else 20, repeats=min(8, args.repeats))
-            us = {}
-            us["product"] = me.row("product alone", "linear_all_reduce", shape, BF16, lambda: F.linear(x, weight), **kw)
-            y = torch.empty_like(want)
-            step = max(1, min(m, comm.largest_bytes // (n * 2)))
+CUTS = (("columns", 2), ("columns", 4), ("growing", 3), ("growing", 4), ("rows", 2), ("rows", 4))
+FEW = 8  # blocks or CTAs of a sum that leaves the SMs to the product
 
-            def reduce() -> None:
-                for part in y.split(step):
-                    all_reduce(part, comm, out=part)
-            y.zero_()
-            us["sum"] = me.row("sum alone", "linear_all_reduce", shape, BF16, reduce, **kw)
-            us["then"] = me.row("product, then sum", "linear_all_reduce", shape, BF16, one, **kw)
-            for kind, pieces in (("columns", 2), ("columns", 4), ("columns", 8), ("rows", 2), ("rows", 4)):
-                if m < 64 and (kind, pieces) != ("columns", 2) or kind == "rows" and m // pieces < 64:
-                    continue
-                cut = lambda: linear_all_reduce(x, weight, comm, split=(kind, pieces))  # noqa: E731
-                got = cut()
-                good = bool(((got.float() - want.float()).abs() <= 0.02 * (1 + want.float().abs())).all())
-                t = me.time_or_none(cut, **kw)
-                if t is None or None in us.values():
-                    continue
-                hidden = (us["product"] + us["sum"] - t) / min(us["product"], us["sum"])
-                against = (us["then"] - t) / min(us["product"], us["sum"])
-                me.known_row(f"{pieces} pieces of {kind}", "linear_all_reduce", shape, BF16, t, good,
-                             f"hidden {100 * hidden:.0f} % of the shorter part ({100 * against:.0f} % against product-then-sum)")
-            if m in (256, 1024):
-                me.together()
-                file = args.out / f"overlap-{name}-M{m}.json.gz" if me.rank == 0 and args.out and m == 256 else None
-                seen = trace(lambda: linear_all_reduce(x, weight, comm, split=("columns", 4)), out=file)
-                if me.rank == 0:
-                    print(f"trace over {name}, M={m}, 4 pieces of columns: sum {seen['sum_us']:.1f} us, product {seen['product_us']:.1f} us, "
-                          f"both at once {seen['both_us']:.1f} us = {100 * seen['share']:.0f} % of the shorter", flush=True)
+
+def linears(me: Rank, args, comms: dict) -> None:
+    """residual += sum(x @ weight.T): product then sum against pieces, and the share of the shorter part that is hidden."""
+    comms = dict(comms)
+    if "nccl" in comms:
+        comms["nccl, 8 CTAs"] = Communicator(device=me.device, backend="nccl", nccl=dict(max_ctas=FEW))
+    for inner in args.inner:
+        n, k = args.hidden, inner // me.world
+        weight = torch.randn(n, k, generator=torch.Generator(me.device).manual_seed(1), device=me.device).bfloat16() / k**0.5
+        for name, comm in comms.items():
+            if comm.transport != "nccl":
+                comm.set_one_shot_bytes(0 if me.world > 2 else comm.max_bytes)
+            for m in args.linear_rows:
+                if comm.transport == "nccl" or m <= 1024:
+                    linear(me, args, name, comm, m, weight)
+
+
+def linear(me: Rank, args, name: str, comm, m: int, weight: torch.Tensor) -> None:
+    n, k = weight.shape
+    shape = dict(W=me.world, M=m, N=n, K=k, over=name)
+    x = torch.randn(m, k, generator=torch.Generator(me.device).manual_seed(m), device=me.device).bfloat16()
+    h, y = torch.zeros(m, n, dtype=torch.bfloat16, device=me.device), torch.zeros(m, n, dtype=torch.bfloat16, device=me.device)
+    want, kw = linear_all_reduce(x, weight, comm, split=("rows", 1)), dict(chain=10 if m > 256 else 20, repeats=min(8, args.repeats))
+    us = {"product": me.row("product alone", "linear_all_reduce", shape, BF16, lambda: F.linear(x, weight), **kw),
+          "sum": me.row("sum alone", "linear_all_reduce", shape, BF16, lambda: all_reduce(y, comm, out=y), **kw),
+          "then": me.row("product, sum, add", "linear_all_reduce", shape, BF16,
+                         lambda: linear_all_reduce(x, weight, comm, split=("rows", 1), residual=h), **kw)}
+    if None in us.values():
+        return
+    found = []
+    for split in CUTS:
+        if m < 64 and split != ("columns", 2) or split[0] == "rows" and m // split[1] < 64:
+            continue
+        for blocks in (64, FEW) if comm.transport != "nccl" and m >= 256 else (64,):
+            if comm.transport != "nccl":
+                comm._handle.set_blocks(blocks)
+            h.zero_()
+            good = bool(((linear_all_reduce(x, weight, comm, split=split, residual=h).float() - want.float()).abs() <= 0.02 * (1 + want.float().abs())).all())
+            t = me.time_or_none(lambda: linear_all_reduce(x, weight, comm, split=split, residual=h), **kw)
+            if t is not None:
+                found.append((t, split, blocks))
+                hidden = (us["then"] - t) / min(us["product"], us["sum"])
+                me.known_row(f"{split[1]} pieces of {split[0]}" + (f", {blocks} blocks" if blocks != 64 else ""), "linear_all_reduce", shape,
+                             BF16, t, good, f"hidden {100 * hidden:.0f} % of the shorter part")
+    if found and m in (256, 1024):
+        best = min(me.gathered(min(found)))
+        if comm.transport != "nccl":
+            comm._handle.set_blocks(best[2])
+        seen = trace(me, lambda: linear_all_reduce(x, weight, comm, split=best[1], residual=h), args.out, f"{name.split(',')[0]}-M{m}-K{k}")
+        if me.rank == 0:
+            print(f"trace over {name}, M={m}, K={k}, {best[1]}: sum {seen['sum_us']:.1f} us, product {seen['product_us']:.1f} us, both at once "
+                  f"{seen['both_us']:.1f} us = {100 * seen['share']:.0f} % of the shorter", flush=True)
+    if comm.transport != "nccl":
+        comm._handle.set_blocks(64)
 
 
 # ---- verify over a sharded vocabulary ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 
 import fastverify as fv
 from fastverify import _ops
-from fastverify.models.random_weights import random_target
+from fastverify.models.dummy import dummy_target
 
 pytest.importorskip("pytest_benchmark")
 I32 = dict(dtype=torch.int32)
@@ -90,6 +90,6 @@ def test_op(benchmark, calls, op):
 @pytest.mark.parametrize("tree", ["off", "tree-8"])
 @pytest.mark.benchmark(group="rounds")
 def test_rounds(benchmark, tree):
-    target, text = random_target("tiny"), [(7919 * (i % 4)) % 1000 for i in range(32)]
+    target, text = dummy_target("tiny", torch.float32), [(7919 * (i % 4)) % 500 for i in range(32)]
     decoder = fv.Decoder(target, fv.NgramDrafter(num_draft=7, num_matches=2) if tree != "off" else None, tree=tree)
     benchmark.pedantic(lambda: decoder.time_rounds([text], decoder.shapes[0], 6), rounds=5, warmup_rounds=1)

@@ -1,14 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // Top-k, top-p and min-p of one row, by the blocks of a team; the same cuts as accept/rows.cpp.
 //
-// Up to kFastTopK the candidates of all slices are gathered and ranked in shared memory: two barriers of the team. Otherwise,
-// or when ties overflow the lists, a radix select on ordered_bits: four digits by counts, four by fixed-point masses.
+// Up to kFastTopK: every block publishes the largest entries of its slice, a few more than its share of k; the k-th largest of
+// all of them is the cut if no block may hold back a larger one (else once more, with k entries per block). One exchange.
+// Otherwise, or when ties overflow the lists: select_cut, a search by sums of counts or fixed-point masses over 1024 buckets.
 #pragma once
 #include "accept/device_rows.cuh"
 
 namespace fv {
 
 constexpr int kFastTopK = 256;
+
+// How many entries a block first publishes: its share of k and four deviations, for slices as alike as interleaving makes them.
+__device__ __forceinline__ int first_share(int top_k, int blocks) {
+    const float mean = static_cast<float>(top_k) / static_cast<float>(blocks);
+    const int share = static_cast<int>(mean + 4.0f * sqrtf(mean) + 4.0f);
+    return share < top_k ? share : top_k;
+}
 
 // A value v of ordered_bits such that at least j threads hold m >= v, and not many more; 1 if fewer than j hold any.
 __device__ inline uint32_t block_bound(uint32_t m, uint32_t top, int j) {
@@ -34,73 +42,27 @@ __device__ inline uint32_t block_bound(uint32_t m, uint32_t top, int j) {
     return low;
 }
 
-// algo/partials.h select_digit by a warp: from the highest digit down until *left is covered.
-__device__ inline int warp_select_digit(const Word* sums, Word* left, int lane) {
-    Word mine = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) mine += sums[kDigits - 1 - 8 * lane - i];
-    Word through = mine;
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-        const Word below = __shfl_up_sync(kFullWarp, through, d);
-        if (lane >= d) through += below;
-    }
-    const unsigned reached = __ballot_sync(kFullWarp, through >= *left);
-    const int owner = reached ? __ffs(static_cast<int>(reached)) - 1 : 31;
-    Word above = __shfl_sync(kFullWarp, through - mine, owner);
-    int digit = kDigits - 1 - 8 * owner;
-    for (int i = 0; i < 7 && digit > 0 && above + sums[digit] < *left; ++i) above += sums[digit--];
-    *left -= above;
-    return digit;
-}
-
-// Counts (or masses) of the block's entries o >= floor inside the prefix, by the digit at `shift`, into s->digits[set].
-template <bool kExtras, class T>
-__device__ __attribute__((noinline)) void slice_digits(
-    const Row<T>& row, Team team, bool by_mass, uint32_t prefix, uint32_t floor, int shift, float zmax, int set) {
+// The same from the maxima of 8 threads each: at least j entries of the block reach it. j <= kTopGroups.
+__device__ inline uint32_t group_bound(Team team, uint32_t m, int j) {
     TeamScratch* s = team.s;
-    for (int i = team.tid(); i < kDigitCopies * kDigits; i += kTeamThreads) (&s->digit_copies[0][0])[i] = 0;
-    __syncthreads();
-    Word* mine = s->digit_copies[team.lane() % kDigitCopies];
-    const uint32_t lowest = ordered_bits(-kFloatMax), known = shift < 24 && prefix > floor ? prefix : floor;
-    visit_from<kExtras>(row, team, from_ordered_bits(known > lowest ? known : lowest), [&](int, float z) {
-        const uint32_t o = ordered_bits(z);
-        if (!in_prefix(o, prefix, shift)) return;
-        atomicAdd(mine + (o >> shift & (kDigits - 1)), by_mass ? static_cast<Word>(mass_of(z, zmax)) : 1);
-    });
-    __syncthreads();
-    for (int d = team.tid(); d < kDigits; d += kTeamThreads) {
-        Word total = 0;
-        for (int c = 0; c < kDigitCopies; ++c) total += s->digit_copies[c][d];
-        s->digits[set][d] = total;
+#pragma unroll
+    for (int d = 1; d < kTopGroup; d <<= 1) {
+        const uint32_t other = __shfl_xor_sync(kFullWarp, m, d);
+        m = other > m ? other : m;
     }
-}
-
-// ordered_bits of the smallest entry that top-k and top-p keep; 0: everything.
-template <bool kExtras, class T>
-__device__ __attribute__((noinline)) uint32_t radix_cut(const Row<T>& row, Team team, float zmax) {
-    uint32_t cut = 0;
-    for (int by_mass = 0; by_mass < 2; ++by_mass) {
-        if (by_mass ? !(row.p.top_p < 1.0f) : row.p.top_k == 0) continue;
-        Word left = static_cast<Word>(row.p.top_k);
-        uint32_t prefix = 0;
-        bool all = false;
-        for (int shift = 24; shift >= 0 && !all; shift -= 8) {
-            const int set = 2 * by_mass + (shift >> 3 & 1);
-            slice_digits<kExtras>(row, team, by_mass != 0, prefix, by_mass ? cut : 0, shift, zmax, set);
-            team.team_digits(set);
-            if (shift == 24) {
-                Word total = 0;
-                for (int d = team.lane(); d < kDigits; d += 32) total += team.s->sums[d];
-                total = warp_sum(total);
-                if (by_mass) left = top_p_need(total, row.p.top_p);
-                else all = total <= left;
-            }
-            if (!all) prefix |= static_cast<uint32_t>(warp_select_digit(team.s->sums, &left, team.lane())) << shift;
+    if (team.tid() % kTopGroup == 0) s->group_max[team.tid() / kTopGroup] = m;
+    __syncthreads();
+    if (team.tid() < kTopGroups) {
+        const uint32_t mine = s->group_max[team.tid()];
+        int larger = 0;
+        for (int i = 0; i < kTopGroups; ++i) {
+            const uint32_t o = s->group_max[i];
+            larger += o > mine || (o == mine && i < team.tid());
         }
-        if (!all) cut = prefix;
+        if (larger == j - 1) s->bound = mine > 1 ? mine : 1;
     }
-    return cut;
+    __syncthreads();
+    return s->bound;
 }
 
 // Ranks n candidates that hold all entries of top-k (ties included). Key of the best that all filters keep; every thread.
@@ -147,50 +109,13 @@ __device__ __attribute__((noinline)) Word best_candidate(const Row<T>& row, Team
     return team.block_key(kSlotBest, warp_max_word(best));
 }
 
-// Gathers the entries >= bound of all slices into candidates.all; how many, or -1 when a list is too short.
-template <bool kExtras, class T>
-__device__ __attribute__((noinline)) int gather_candidates(const Row<T>& row, Team team, uint32_t mine, uint32_t bound) {
-    TeamScratch* s = team.s;
-    const int set = row.turn;
-    if (team.tid() == 0) {
-        s->list_count[set ^ 1] = 0;  // no block reads it any more
-        s->kept_count = 0;
-    }
-    if (mine >= bound && mine > 0) {
-        const uint32_t lowest = ordered_bits(-kFloatMax);
-        const float low = from_ordered_bits(bound > lowest ? bound : lowest);
-        visit_from<kExtras>(row, team, low, [&](int id, float z) {
-            const uint32_t at = atomicAdd(&s->list_count[set], 1u);
-            if (at < kListEntries) s->candidates.slice[at] = Candidate{z, id};
-        });
-    }
-    team.barrier();
-    const uint32_t count = team.lane() < team.size ? *cluster_map(&s->list_count[set], team.lane()) : 0;
-    uint32_t through = count;
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-        const uint32_t before = __shfl_up_sync(kFullWarp, through, d);
-        if (team.lane() >= d) through += before;
-    }
-    const uint32_t total = __shfl_sync(kFullWarp, through, 31);
-    if (warp_max_u32(count) > kListEntries || total > kListEntries) return -1;
-    for (int r = team.warp(); r < team.size; r += kTeamWarps) {
-        const int n = static_cast<int>(__shfl_sync(kFullWarp, count, r));
-        const int at = static_cast<int>(__shfl_sync(kFullWarp, through, r)) - n;
-        const Candidate* from = cluster_map(&s->candidates.slice[0], r);
-        for (int i = team.lane(); i < n; i += 32) s->candidates.all[at + i] = from[i];
-    }
-    __syncthreads();
-    return static_cast<int>(total);
-}
-
 // ordered_bits of this thread's largest z (0: none).
 template <bool kExtras, class T>
 __device__ __forceinline__ uint32_t thread_max(const Row<T>& row, Team team, bool* bad) {
-    if (!kExtras && row.plain && row.all_whole()) {  // the temperature keeps the order: one division
-        const float x = raw_scan(row, team);
-        *bad = x != x;
-        if (!*bad) return x > -kInf ? ordered_bits(row.scaled(x)) : 0;
+    *bad = false;
+    if (!kExtras && row.simple()) {  // the temperature keeps the order: one division
+        const float x = scan_simple<true, false>(row, row.start(team.tid()), 0.0f);
+        if (ordered_bits(x + 0.0f) < ordered_bits(kInf)) return x > -kInf ? ordered_bits(row.scaled(x)) : 0;
     }
     uint32_t best = 0;
     *bad = visit<kExtras>(row, team, [&](int, const float (&z)[kChunk]) {
@@ -210,35 +135,234 @@ __device__ __forceinline__ float raised_by_min_p(float cut, float min_p, float z
     return sure > cut ? sure : cut;
 }
 
-// Key of a filtered row with its status bits, the same in every thread of the team.
+// Appends the slice's entries >= bound to `list`; how many there are.
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) Word filtered_key(const Row<T>& row, Team team) {
+__device__ __attribute__((noinline)) uint32_t list_entries(const Row<T>& row, Team team, uint32_t mine, uint32_t bound, Candidate* list) {
+    TeamScratch* s = team.s;
+    __syncthreads();  // what was read of the lists and of the counts
+    if (team.tid() == 0) s->list_count = s->all_count = s->kept_count = 0;
+    __syncthreads();
+    if (mine >= bound && mine > 0) {
+        const uint32_t lowest = ordered_bits(-kFloatMax);
+        visit_from<kExtras>(row, team, from_ordered_bits(bound > lowest ? bound : lowest), [&](int id, float z) {
+            const uint32_t at = atomicAdd(&s->list_count, 1u);
+            if (at < kListEntries) list[at] = Candidate{z, id};
+        });
+    }
+    __syncthreads();
+    return s->list_count;
+}
+
+// Publishes the block's entries >= bound and collects those of all blocks that can be in top-k into candidates.all. How many;
+// -1: not all of top-k was published. Also the row's largest z and whether NaN or +inf was met.
+template <bool kExtras, class T>
+__device__ __attribute__((noinline)) int gather_candidates(
+    const Row<T>& row, Team team, uint32_t mine, Team::TopBits block, uint32_t bound, int again, Team::TopBits* of_row) {
+    TeamScratch* s = team.s;
+    Candidates& c = s->candidates;
+    const int turn = row.turn;
+    const uint32_t n = list_entries<kExtras>(row, team, mine, bound, team.size == 1 ? c.all : c.slice);
+    if (team.size == 1) {
+        *of_row = block;
+        return n <= kListEntries && (n >= static_cast<uint32_t>(row.p.top_k) || bound <= 1) ? static_cast<int>(n) : -1;
+    }
+    const uint32_t tag = s->tag[turn];
+    const bool fits = n <= kPublished;
+    if (fits && team.tid() < static_cast<int>(n)) {
+        put_tagged(team.list_place(again, turn, team.index, team.tid()), float_to_bits(c.slice[team.tid()].z),
+                   static_cast<uint32_t>(c.slice[team.tid()].id), tag);
+    }
+    const uint4 other = team.exchange(turn, again ? kTeamGatherAgain : kTeamGather,
+                                      make_uint4(fits ? n : ~0u, bound, block.top, block.bits));
+    of_row->top = warp_max_u32(other.z);
+    of_row->bits = __reduce_or_sync(kFullWarp, other.w);
+    const uint32_t floor = warp_max_u32(other.y);  // what is below may not have been published, what reaches it has
+    if (warp_max_u32(other.x) == ~0u) return -1;
+    for (int r = team.warp(); r < team.size; r += kTeamWarps) {
+        const int count = static_cast<int>(__shfl_sync(kFullWarp, other.x, r));
+        for (int i = team.lane(); i < count; i += 32) {
+            const uint2 w = get_tagged(team.list_place(again, turn, r, i), tag);
+            const float z = bits_to_float(w.x);
+            if (ordered_bits(z) < floor) continue;
+            const uint32_t at = atomicAdd(&s->all_count, 1u);
+            if (at < kListEntries) c.all[at] = Candidate{z, static_cast<int32_t>(w.y)};
+        }
+    }
+    __syncthreads();
+    const uint32_t total = s->all_count;
+    return total <= kListEntries && (total >= static_cast<uint32_t>(row.p.top_k) || floor <= 1) ? static_cast<int>(total) : -1;
+}
+
+// ---- the search by sums -----------------------------------------------------------------------------------------
+
+// Which of the 1024 buckets an entry of the interval [lo, hi] of ordered_bits falls into, the largest entries into bucket 0:
+// first by distance from the row's maximum in steps of 1/32, then by bits.
+struct Buckets {
+    uint32_t lo, hi;
+    int shift;  // < 0: by distance
+    float zmax;
+    __device__ __forceinline__ int of(float z, uint32_t o) const {
+        if (shift >= 0) return static_cast<int>((hi - o) >> shift);
+        const float steps = (zmax - z) * 32.0f;
+        return steps < static_cast<float>(kSelectBuckets - 1) ? static_cast<int>(steps) : kSelectBuckets - 1;
+    }
+};
+
+// Sums of counts or masses by bucket, over the team, into s->select.sums; pass: of this row.
+template <bool kExtras, class T>
+__device__ __attribute__((noinline)) void sum_buckets(
+    const Row<T>& row, Team team, bool by_mass, const Buckets& buckets, int64_t request, int slot) {
+    TeamScratch* s = team.s;
+    Select& sel = s->select;
+    __syncthreads();
+    for (int i = team.tid(); i < kSelectBuckets; i += kTeamThreads) sel.low[i] = sel.high[i] = 0;
+    __syncthreads();
+    visit_from<kExtras>(row, team, from_ordered_bits(buckets.lo), [&](int, float z) {
+        const uint32_t o = ordered_bits(z);
+        if (o > buckets.hi) return;
+        const uint64_t weight = by_mass ? mass_of(z, buckets.zmax) : 1;
+        if (weight == 0) return;
+        const int d = buckets.of(z, o);
+        const uint32_t low = static_cast<uint32_t>(weight), before = atomicAdd(&sel.low[d], low);
+        const uint32_t high = static_cast<uint32_t>(weight >> 32) + (before + low < low);
+        if (high) atomicAdd(&sel.high[d], high);
+    });
+    __syncthreads();
+    const auto mine = [&](int i) { return static_cast<Word>(sel.high[i]) << 32 | sel.low[i]; };
+    if (team.size == 1) {
+        for (int i = team.tid(); i < kSelectBuckets; i += kTeamThreads) sel.sums[i] = mine(i);
+        __syncthreads();
+        return;
+    }
+    const int set = static_cast<int>(s->select_set);
+    Word* shared = team.sum_place(request, set);
+    for (int i = team.tid(); i < kSelectBuckets; i += kTeamThreads) {
+        if (mine(i)) atomicAdd(shared + i, mine(i));
+    }
+    __syncthreads();
+    if (team.tid() == 0) fence_gpu();
+    team.exchange(row.turn, slot, make_uint4(0, 0, 0, 0));
+    fence_gpu();
+    __syncthreads();
+    // all have read the sums of the pass before: their place is zeroed for the pass after the next
+    Word* old = team.sum_place(request, (set + kSelectSets - 1) % kSelectSets);
+    for (int i = team.tid(); i < kSelectBuckets; i += kTeamThreads) {
+        sel.sums[i] = __ldcg(shared + i);
+        if (team.index == 0) old[i] = 0;
+    }
+    if (team.index == 0) fence_gpu();
+    if (team.tid() == 0) s->select_set = (set + 1) % kSelectSets;
+    __syncthreads();
+}
+
+// The bucket in which the sums from bucket 0 on reach `need(total)`; *left: what of it falls to that bucket. Whole block.
+template <class F>
+__device__ __forceinline__ int find_bucket(Team team, const F& need, Word* left) {
+    TeamScratch* s = team.s;
+    static_assert(kSelectBuckets == 2 * kTeamThreads);
+    const Word a = s->select.sums[2 * team.tid()], b = s->select.sums[2 * team.tid() + 1];
+    Word through = a + b;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        const Word before = __shfl_up_sync(kFullWarp, through, d);
+        if (team.lane() >= d) through += before;
+    }
+    if (team.lane() == 31) s->block_words[kSlotScan][team.warp()] = through;
+    __syncthreads();
+    Word above = 0, total = 0;
+#pragma unroll
+    for (int w = 0; w < kTeamWarps; ++w) {
+        if (w == team.warp()) above = total;
+        total += s->block_words[kSlotScan][w];
+    }
+    through += above;
+    const Word wanted = need(total), before = through - a - b;
+    if (before < wanted && wanted <= through) {
+        const bool second = before + a < wanted;
+        s->select_bucket = static_cast<uint32_t>(2 * team.tid() + second);
+        s->select_left = wanted - before - (second ? a : 0);
+    }
+    __syncthreads();
+    *left = s->select_left;
+    return static_cast<int>(s->select_bucket);
+}
+
+// ordered_bits of the smallest entry that top-k (counts) or top-p (masses) keeps among those >= floor; 0: everything.
+template <bool kExtras, class T>
+__device__ __attribute__((noinline)) uint32_t select_cut(
+    const Row<T>& row, Team team, bool by_mass, uint32_t floor, float zmax, int64_t request) {
+    const uint32_t lowest = ordered_bits(-kFloatMax);
+    Buckets buckets{floor > lowest ? floor : lowest, ordered_bits(zmax), -1, zmax};
+    int slot = kTeamSelect + (by_mass ? kSelectExchanges : 0);
+    Word left = 0;
+    for (int pass = 0; pass < kSelectExchanges / 2; ++pass) {
+        sum_buckets<kExtras>(row, team, by_mass, buckets, request, slot++);
+        bool all = false;
+        const int d = find_bucket(team, [&](Word total) -> Word {
+            if (pass > 0) return left;
+            if (by_mass) return top_p_need(total, row.p.top_p);
+            all = total <= static_cast<Word>(row.p.top_k);
+            return all ? 1 : static_cast<Word>(row.p.top_k);
+        }, &left);
+        if (all) return 0;
+        if (buckets.shift == 0) return buckets.hi - static_cast<uint32_t>(d);
+        // smallest and largest entry of that bucket
+        float from = from_ordered_bits(buckets.lo);
+        if (buckets.shift < 0 && d < kSelectBuckets - 1) from = fmaxf(from, zmax - static_cast<float>(d + 2) * (1.0f / 32.0f));
+        uint32_t high = 0, low = ~0u;
+        visit_from<kExtras>(row, team, from, [&](int, float z) {
+            const uint32_t o = ordered_bits(z);
+            if (o > buckets.hi || buckets.of(z, o) != d) return;
+            high = o > high ? o : high;
+            low = o < low ? o : low;
+        });
+        high = team.block_max(kSlotFilter, high);
+        low = ~team.block_max(kSlotLow, ~low);
+        const Team::Bounds bounds = team.team_bounds(row.turn, slot++, high, low, 0);
+        if (bounds.top == bounds.low) return bounds.top;
+        const int bits = 32 - __clz(static_cast<int>(bounds.top - bounds.low));
+        buckets = Buckets{bounds.low, bounds.top, bits > 10 ? bits - 10 : 0, zmax};
+    }
+    return buckets.lo;
+}
+
+// Key of a filtered row with its status bits: in the first warp of every block.
+template <bool kExtras, class T>
+__device__ __attribute__((noinline)) Word filtered_key(const Row<T>& row, Team team, int64_t request) {
     bool bad_here;
     const uint32_t mine = thread_max<kExtras>(row, team, &bad_here);
     const Team::TopBits block = team.block_top(kSlotFilter, mine, bad_here);
-    const bool fast = row.p.top_k > 0 && row.p.top_k <= kFastTopK;
-    const uint32_t low = fast ? block_bound(mine, block.top, (row.p.top_k + team.size - 1) / team.size) : 1;
-    const Team::Bounds bounds = team.team_bounds(row.turn, kTeamBounds, block.top, low, block.bits);
+    if (row.p.top_k > 0 && row.p.top_k <= kFastTopK) {
+        const int share = first_share(row.p.top_k, team.size);
+        for (int again = 0; again < (share < row.p.top_k ? 2 : 1); ++again) {
+            const int j = again ? row.p.top_k : share;
+            const uint32_t bound = 4 * j <= 3 * kTopGroups ? group_bound(team, mine, j) : block_bound(mine, block.top, j);
+            Team::TopBits of_row;
+            const int n = gather_candidates<kExtras>(row, team, mine, block, bound, again, &of_row);
+            const Word status = of_row.bits ? kKeyBad : 0;
+            if (of_row.top == 0) return status;
+            if (n >= 0) return best_candidate(row, team, n, from_ordered_bits(of_row.top)) | status;
+        }
+    }
+    const Team::Bounds bounds = team.team_bounds(row.turn, kTeamBounds, block.top, 0, block.bits);
     const Word status = bounds.bits ? kKeyBad : 0;
     if (bounds.top == 0) return status;
     const float zmax = from_ordered_bits(bounds.top);
-    if (fast) {
-        const int n = gather_candidates<kExtras>(row, team, mine, bounds.low);
-        if (n >= 0) return best_candidate(row, team, n, zmax) | status;
-    }
-    const uint32_t cut_bits = radix_cut<kExtras>(row, team, zmax);
+    uint32_t cut_bits = 0;
+    if (row.p.top_k > 0) cut_bits = select_cut<kExtras>(row, team, false, 0, zmax, request);
+    if (row.p.top_p < 1.0f) cut_bits = select_cut<kExtras>(row, team, true, cut_bits, zmax, request);
     const float cut = raised_by_min_p(cut_bits ? from_ordered_bits(cut_bits) : -kInf, row.p.min_p, zmax);
     return team.team_key(row.turn, best_of_slice<kExtras>(row, team, cut, zmax) | status);
 }
 
-// Log-probability of `token` under the raw logits, the same in every thread of the team.
+// Log-probability of `token` under the raw logits (0: no token), in the first warp of every block; all blocks of the team call it.
 template <class T>
-__device__ __attribute__((noinline)) float raw_logprob(const Row<T>& row, Team team, int token) {
+__device__ __attribute__((noinline)) float raw_logprob(const Row<T>& row, Team team, const int64_t* token) {
     const Team::TopBits block = team.block_top(kSlotRaw, raw_max_of_slice(row, team), 0);
     const uint32_t top = team.team_bounds(row.turn, kTeamRawMax, block.top, 0, 0).top;
     const float max = top ? from_ordered_bits(top) : -kInf;
     const Word mass = team.team_sum(row.turn, kTeamRawMass, team.block_sum(kSlotSum, raw_mass_of_slice(row, team, max)));
-    return row.raw_one(token) - max - log_mass(mass);
+    return token ? row.raw_one(static_cast<int>(*token)) - max - log_mass(mass) : 0.0f;
 }
 
 }  // namespace fv

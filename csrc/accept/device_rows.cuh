@@ -2,7 +2,7 @@
 // One row of logits on the GPU, shared by the blocks of a team: loading, processing, and the best key of a block's slice.
 //
 // Noise costs most, so logarithms are taken for few entries: a scan computes z + noise_bound(r) for all of them, where r is
-// the Philox word; entries whose bound is below the best exact score found cannot win (plain_best, settle).
+// the Philox word; entries whose bound is below the best exact score found cannot win (scan_simple, settle).
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -19,6 +19,7 @@ __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 constexpr int kChunk = 8;  // ids that a thread takes at a time: two Philox calls
+constexpr int kLine = 8;   // chunks that lie together in a slice: 128 bytes of 16-bit logits
 
 // 8 logits as loaded.
 template <class T>
@@ -46,7 +47,9 @@ struct Row {
     bool plain;                // no extras, no extreme temperature
     bool penalties;
     int begin, end;            // ids [begin, end)
-    int first, last;           // chunks [first, last) of this block
+    int first, last;           // chunks [first, last) of the row
+    int lane, lanes;           // which lines of kLine chunks are this block's (or warp's): every lanes-th, so that neighbours spread
+    int step;                  // from a thread's chunk to its next
     const float* bias;         // or null
     const int32_t* counts;     // read with penalties only
     const int64_t* ancestors;  // drafted tokens above the row, shared memory
@@ -70,11 +73,16 @@ struct Row {
         counts = request_counts ? request_counts - first_id : nullptr;
         ancestors = above;
     }
-    __device__ void set_slice(int lane, int lanes) {
-        const int from = begin / kChunk, to = (end + kChunk - 1) / kChunk, per = (to - from + lanes - 1) / lanes;
-        const int lo = from + per * lane;
-        first = lo < to ? lo : to;
-        last = lo + per < to ? lo + per : to;
+    __device__ __forceinline__ void set_slice(int index, int count, int threads) {
+        first = begin / kChunk;
+        last = (end + kChunk - 1) / kChunk;
+        lane = index;
+        lanes = count;
+        step = threads * count;
+    }
+    // First chunk of a thread of the block, or of a lane of the warp.
+    __device__ __forceinline__ int start(int thread) const {
+        return first + (thread / kLine * lanes + lane) * kLine + thread % kLine;
     }
     __device__ __forceinline__ void open(const T* data, const int32_t* row_bitmask, uint32_t position, int depth, int parity) {
         base = data - begin;
@@ -85,7 +93,8 @@ struct Row {
         whole_first = (begin + kChunk - 1) / kChunk;
         whole_last = reinterpret_cast<uintptr_t>(base) % 16 == 0 ? end / kChunk : 0;
     }
-    __device__ __forceinline__ bool all_whole() const { return first >= whole_first && last <= whole_last; }
+    // Plain, and all chunks but possibly the last are loaded whole.
+    __device__ __forceinline__ bool simple() const { return plain && first >= whole_first && last <= whole_last + 1 && whole_last > 0; }
 
     __device__ __forceinline__ float raw_one(int id) const { return to_float(base[id]); }
     __device__ __forceinline__ int occurrences(int id) const {
@@ -176,7 +185,7 @@ __device__ __forceinline__ RawChunk<T> load_chunk(const Row<T>& row, int chunk) 
 template <bool kExtras, class T, class F>
 __device__ __forceinline__ bool visit(const Row<T>& row, Team team, const F& f) {
     bool bad = false;
-    for (int c = row.first + team.tid(), last = row.last; c < last; c += kTeamThreads) {
+    for (int c = row.start(team.tid()), last = row.last, step = row.step; c < last; c += step) {
         const RawChunk<T> raw = load_chunk(row, c);
         const int id = c * kChunk;
         bool ancestor = false;
@@ -203,7 +212,7 @@ template <bool kExtras, class T, class F>
 __device__ __forceinline__ void visit_from(const Row<T>& row, Team team, float low, const F& f) {
     if (!kExtras && row.plain) {
         const float near = below(low), inverse = row.inverse;
-        for (int c = row.first + team.tid(), last = row.last; c < last; c += kTeamThreads) {
+        for (int c = row.start(team.tid()), last = row.last, step = row.step; c < last; c += step) {
             const RawChunk<T> raw = load_chunk(row, c);
 #pragma unroll
             for (int j = 0; j < kChunk; ++j) {
@@ -237,20 +246,93 @@ __device__ __forceinline__ void mark_ancestors(const Row<T>& row, Team team) {
     __syncthreads();
 }
 
-// This thread's largest raw logit of a plain slice; NaN: a NaN or +inf was met.
-template <class T>
-__device__ __attribute__((noinline)) float raw_scan(const Row<T>& row, Team team) {
-    float best = -kInf;
-    bool any_bad = false;
-    for (int c = row.first + team.tid(), last = row.last; c < last; c += kTeamThreads) {
-        const RawChunk<T> raw = load_whole(row.base + c * kChunk);
+// The keys of all rounds, kept in registers: a loop over many counters would else add them up again each time.
+struct PhiloxKeys {
+    uint32_t lo[kPhiloxRounds], hi[kPhiloxRounds];
+    __device__ __forceinline__ PhiloxKeys(uint32_t k0, uint32_t k1) {
 #pragma unroll
-        for (int j = 0; j < kChunk; ++j) {
-            any_bad = any_bad || is_bad(raw.get(j));
-            best = fmaxf(best, raw.get(j));
+        for (int r = 0; r < kPhiloxRounds; ++r, k0 += kPhiloxStepLo, k1 += kPhiloxStepHi) {
+            lo[r] = opaque(k0);
+            hi[r] = opaque(k1);
         }
     }
-    return any_bad ? bits_to_float(0x7fc00000u) : best;
+    // philox4x32(c0, c1, c2, 0, ...)
+    __device__ __forceinline__ Philox4 words(uint32_t c0, uint32_t c1, uint32_t c2) const {
+        uint32_t c3 = 0;
+#pragma unroll
+        for (int r = 0; r < kPhiloxRounds; ++r) philox_round(&c0, &c1, &c2, &c3, lo[r], hi[r]);
+        return Philox4{{c0, c1, c2, c3}};
+    }
+};
+
+// Largest bound of what a thread takes of a simple row, from chunk c on: raw logits when greedy, else logit / T + noise_bound,
+// with kCut only of entries whose logit / T reaches `near`. NaN or +inf: the row has one of those, or a bound overflowed.
+template <bool kGreedy, bool kCut, class T>
+__device__ __attribute__((noinline)) float scan_simple(const Row<T>& row, int c, float near) {
+    const T* base = row.base;
+    const float inverse = row.inverse;
+    const uint32_t t = row.t;
+    const int step = row.step, last = row.whole_last < row.last ? row.whole_last : row.last;
+    constexpr bool kPairs = kGreedy && sizeof(T) == 2;
+    uint32_t pair = std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;  // -inf
+    float best = -kInf;
+    if constexpr (kGreedy) {
+        constexpr int kAhead = sizeof(T) == 4 ? 2 : 4;  // chunks in flight
+        while (c < last) {
+            RawChunk<T> raw[kAhead];
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k) raw[k] = load_whole(base + (c + k * step < last ? c + k * step : c) * kChunk);
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k) {
+#pragma unroll
+                for (int j = 0; j < 4 && kPairs; ++j) {
+                    pair = std::is_same_v<T, __half> ? max_nan_f16x2(pair, raw[k].words[j]) : max_nan_bf16x2(pair, raw[k].words[j]);
+                }
+#pragma unroll
+                for (int j = 0; j < kChunk && !kPairs; ++j) best = max_nan(best, raw[k].get(j));
+                if (c < last) c += step;
+            }
+        }
+    } else {
+        const PhiloxKeys keys(row.p.seed_lo, row.p.seed_hi);
+        RawChunk<T> next;
+        if (c < last) next = load_whole(base + c * kChunk);
+        while (c < last) {
+            const RawChunk<T> raw = next;
+            const uint32_t group = 2 * static_cast<uint32_t>(c);
+            c += step;
+            if (c < last) next = load_whole(base + c * kChunk);
+            const Philox4 r[2] = {keys.words(group, t, kStreamTarget), keys.words(group + 1, t, kStreamTarget)};
+#pragma unroll
+            for (int j = 0; j < kChunk; ++j) {
+                const float x = raw.get(j), bound = fma_exact(x, inverse, noise_bound(r[j >> 2].v[j & 3]));
+                best = max_nan(best, kCut && !(x * inverse >= near) ? -kInf : bound);
+            }
+        }
+    }
+    if constexpr (kPairs) {
+        RawChunk<T> both;
+        both.words[0] = pair;
+        best = max_nan(both.get(0), both.get(1));
+    }
+    if (c == row.whole_last && c < row.last) {  // the last chunk, if the row ends inside it
+#pragma unroll 1
+        for (int id = c * kChunk; id < row.end; ++id) {
+            const float x = row.raw_one(id);
+            float bound = x;
+            if constexpr (!kGreedy) {
+                const Philox4 r = philox4x32(static_cast<uint32_t>(id) / 4, t, kStreamTarget, 0, row.p.seed_lo, row.p.seed_hi);
+                const int j = id & 3;
+                bound = fma_exact(x, inverse, noise_bound(j == 0 ? r.v[0] : j == 1 ? r.v[1] : j == 2 ? r.v[2] : r.v[3]));
+            }
+            best = max_nan(best, kCut && !(x * inverse >= near) ? -kInf : bound);
+        }
+    }
+    return best;
+}
+// Is a largest bound of scan_simple one to go on with? Not if the row holds NaN or +inf, nor where bounds may have overflowed.
+__device__ __forceinline__ bool usable(uint32_t top) {
+    return top < ordered_bits(kInf) && from_ordered_bits(top) > -1e37f;
 }
 
 // Largest bound, z or z + noise_bound, of this thread's entries, z exact: extras, any temperature, entries below the cut and
@@ -283,124 +365,107 @@ __device__ __attribute__((noinline)) float scan_exact(const Row<T>& row, Team te
     return best;
 }
 
-// Best exact key among the entries of all threads whose bound reaches `threshold`; whole block.
+// Best exact key among the entries of the warp's threads (the first is thread `thread0`) whose bound reaches `threshold`.
+template <bool kExtras, class T>
+__device__ __forceinline__ Word settle_warp(const Row<T>& row, int thread0, float bound, float threshold, float cut, float zmax) {
+    const int lane = static_cast<int>(threadIdx.x) & 31;
+    Word best = 0;
+    for (unsigned votes = __ballot_sync(kFullWarp, bound > -kInf && !(bound < threshold)); votes; votes &= votes - 1) {
+        // lanes 8k..8k+7 take the 8 entries of every fourth chunk of that thread
+        const int source = __ffs(static_cast<int>(votes)) - 1;
+        for (int c0 = row.start(thread0 + source), last = row.last, step = row.step; c0 < last; c0 += 4 * step) {
+            const int c = c0 + (lane >> 3) * step;
+            const Word key = c < last ? row.template key_of<kExtras>(c * kChunk + (lane & 7), cut, zmax) : 0;
+            best = key > best ? key : best;
+        }
+    }
+    return warp_max_word(best);
+}
 template <bool kExtras, class T>
 __device__ __attribute__((noinline)) Word settle(const Row<T>& row, Team team, BlockSlot slot, float bound, float threshold, float cut, float zmax) {
-    Word best = 0;
-    unsigned votes = __ballot_sync(kFullWarp, bound > -kInf && !(bound < threshold));
-    if (votes) {
-        for (; votes; votes &= votes - 1) {
-            const int source = __ffs(static_cast<int>(votes)) - 1;
-            // lanes 8k..8k+7 take the 8 entries of every fourth chunk of that thread
-            for (int c0 = row.first + team.warp() * 32 + source; c0 < row.last; c0 += 4 * kTeamThreads) {
-                const int c = c0 + (team.lane() >> 3) * kTeamThreads;
-                const Word key = c < row.last ? row.template key_of<kExtras>(c * kChunk + (team.lane() & 7), cut, zmax) : 0;
-                best = key > best ? key : best;
-            }
-        }
-        best = warp_max_word(best);
-    }
-    return team.block_key(slot, best);
+    return team.block_key(slot, settle_warp<kExtras>(row, team.warp() * 32, bound, threshold, cut, zmax));
 }
 
-// Best key of a plain slice, no cut, whole block; ~0 if a NaN or +inf was met. Every thread takes the exact score of its entry
-// with the highest bound; what it did not look at is bounded by its second highest, which hardly ever reaches the best score.
-template <bool kGreedy, class T>
-__device__ __attribute__((noinline)) Word plain_best(const Row<T>& row, Team team, float zmax) {
-    constexpr int kBatch = sizeof(T) == 4 ? 1 : 2;  // chunks in flight
-    float best = -kInf, second = -kInf;
-    int id = 0;
-    bool any_bad = false;
-    const T* base = row.base;
-    const float inverse = row.inverse;
-    const uint32_t t = row.t, seed_lo = row.p.seed_lo, seed_hi = row.p.seed_hi;
-    const int last = row.last;
-    for (int c0 = row.first + team.tid(); c0 < last; c0 += kBatch * kTeamThreads) {
-        RawChunk<T> raw[kBatch];
-#pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-            if (c0 + k * kTeamThreads < last) raw[k] = load_whole(base + (c0 + k * kTeamThreads) * kChunk);
-        }
-#pragma unroll
-        for (int k = 0; k < kBatch; ++k) {
-            const int c = c0 + k * kTeamThreads;
-            if (c >= last) break;
-            Philox4 r[2];
-            if constexpr (!kGreedy) {
-                const uint32_t group = 2 * static_cast<uint32_t>(c), lo = opaque(seed_lo), hi = opaque(seed_hi);
-                r[0] = philox4x32(group, t, kStreamTarget, 0, lo, hi);
-                r[1] = philox4x32(group + 1, t, kStreamTarget, 0, lo, hi);
-            }
-#pragma unroll
-            for (int j = 0; j < kChunk; ++j) {
-                const float x = raw[k].get(j);
-                any_bad = any_bad || is_bad(x);
-                const float bound = kGreedy ? x : fma_exact(x, inverse, noise_bound(r[j >> 2].v[j & 3]));
-                if constexpr (!kGreedy) second = fmaxf(second, fminf(best, bound));
-                id = bound > best ? c * kChunk + j : id;
-                best = fmaxf(best, bound);  // a NaN is dropped
-            }
-        }
-    }
-    Word key = 0;
-    if (best > -kInf) {
-        if constexpr (kGreedy) key = make_key(best, static_cast<uint32_t>(id));
-        else key = row.template key_of<false>(id, -kInf, zmax);
-    }
-    key = warp_max_word(key);
-    const uint32_t rest = warp_max_u32(any_bad ? ~0u : ordered_bits(second + 0.0f));
-    if (team.lane() == 0) {
-        team.s->block_words[kSlotFast][team.warp()] = key;
-        team.s->block_bits[kSlotFast][team.warp()] = rest;
-    }
-    __syncthreads();
-    key = warp_max_word(team.s->block_words[kSlotFast][team.lane() % kTeamWarps]);
-    const uint32_t highest = warp_max_u32(team.s->block_bits[kSlotFast][team.lane() % kTeamWarps]);
-    if (highest == ~0u) return ~static_cast<Word>(0);
-    if constexpr (!kGreedy) {
-        const float low = key ? below(from_ordered_bits(static_cast<uint32_t>(key >> 32))) : -kInf;
-        if (from_ordered_bits(highest) > -kInf && from_ordered_bits(highest) >= low) {
-            const Word other = settle<false>(row, team, kSlotSettle, second, low, -kInf, zmax);
-            key = other > key ? other : key;
-        }
-    }
-    return key;
+// The winner's score is hardly below the highest bound, so few are asked; if the best of those is lower than hoped
+// (a noise word near 2^32, min-p), all that can still beat it are asked.
+__device__ __forceinline__ float first_threshold(bool greedy, float highest) {
+    return greedy ? highest : below((highest < kFloatMax ? highest : kFloatMax) - 0.2f);
+}
+__device__ __forceinline__ float score_reached(bool greedy, Word key) {
+    const float score = key ? from_ordered_bits(static_cast<uint32_t>(key >> 32)) : -kInf;
+    return greedy || !key ? score : below(score);
 }
 
 // Best key of the block's slice among entries z >= cut that min-p keeps, with kKeyBad if a NaN or +inf was met.
 template <bool kExtras, class T>
 __device__ __attribute__((noinline)) Word best_of_slice(const Row<T>& row, Team team, float cut, float zmax) {
     const bool greedy = row.p.greedy();
+    float bound = -kInf;
+    uint32_t top = 0;
+    Word status = 0;
+    bool scanned = false;
     if constexpr (!kExtras) {
-        if (row.plain && cut == -kInf && row.all_whole()) {
-            const Word key = greedy ? plain_best<true>(row, team, zmax) : plain_best<false>(row, team, zmax);
-            if (~key != 0) return key;
+        if (row.simple()) {
+            const int c = row.start(team.tid());
+            bound = greedy ? scan_simple<true, false>(row, c, 0.0f)
+                    : cut > -kInf ? scan_simple<false, true>(row, c, below(cut)) : scan_simple<false, false>(row, c, 0.0f);
+            top = team.block_max(kSlotFast, ordered_bits(bound + 0.0f));
+            scanned = usable(top);
         }
     }
-    bool bad = false;
-    const float bound = scan_exact<kExtras>(row, team, cut, &bad);
-    const Team::TopBits top = team.block_top(kSlotExact, ordered_bits(bound + 0.0f), bad);
-    const Word status = top.bits ? kKeyBad : 0;
-    const float highest = from_ordered_bits(top.top);
+    if (!scanned) {
+        bool bad = false;
+        bound = scan_exact<kExtras>(row, team, cut, &bad);
+        const Team::TopBits exact = team.block_top(kSlotExact, ordered_bits(bound + 0.0f), bad);
+        top = exact.top;
+        status = exact.bits ? kKeyBad : 0;
+    }
+    const float highest = from_ordered_bits(top);
     if (!(highest > -kInf)) {
         __syncthreads();  // before the slot is written again
         return status;
     }
-    // The winner's score is hardly below its bound, so few threads are asked; if the best of those is lower than hoped
-    // (a noise word near 2^32, min-p), all that can still beat it are asked.
-    const float threshold = greedy ? highest : below((highest < kFloatMax ? highest : kFloatMax) - 0.2f);
+    const float threshold = first_threshold(greedy, highest);
     Word key = settle<kExtras>(row, team, kSlotSettle, bound, threshold, cut, zmax);
-    const float score = key ? from_ordered_bits(static_cast<uint32_t>(key >> 32)) : -kInf;
-    const float low = greedy || !key ? score : below(score);
+    const float low = score_reached(greedy, key);
     if (low < threshold) key = settle<kExtras>(row, team, kSlotSettleAgain, bound, low, cut, zmax);
     return key | status;
+}
+
+// Key of a warp's slice of a simple row, no filters, with kKeyBad. Entry by entry, if the row holds what bounds cannot tell.
+template <class T>
+__device__ __attribute__((noinline)) Word warp_best_exact(const Row<T>& row) {
+    Word best = 0;
+    bool bad = false;
+    for (int c = row.start(static_cast<int>(threadIdx.x) & 31); c < row.last; c += row.step) {
+        for (int id = c * kChunk; id < c * kChunk + kChunk; ++id) {
+            if (id < row.begin || id >= row.end) continue;
+            bad = bad || is_bad(row.raw_one(id));
+            const Word key = row.template key_of<false>(id, -kInf, 0.0f);
+            best = key > best ? key : best;
+        }
+    }
+    return warp_max_word(best) | (__any_sync(kFullWarp, bad) ? kKeyBad : 0);
+}
+template <class T>
+__device__ __forceinline__ Word warp_best(const Row<T>& row) {
+    const bool greedy = row.p.greedy();
+    const int c = row.start(static_cast<int>(threadIdx.x) & 31);
+    const float bound = greedy ? scan_simple<true, false>(row, c, 0.0f) : scan_simple<false, false>(row, c, 0.0f);
+    const uint32_t top = warp_max_u32(ordered_bits(bound + 0.0f));
+    if (!usable(top)) return warp_best_exact(row);
+    const float threshold = first_threshold(greedy, from_ordered_bits(top));
+    Word key = settle_warp<false>(row, 0, bound, threshold, -kInf, 0.0f);
+    const float low = score_reached(greedy, key);
+    if (low < threshold) key = settle_warp<false>(row, 0, bound, low, -kInf, 0.0f);
+    return key;
 }
 
 // Finite maximum of the raw slice as ordered_bits (0: none), and its masses relative to `max`.
 template <class T>
 __device__ __forceinline__ uint32_t raw_max_of_slice(const Row<T>& row, Team team) {
     uint32_t best = 0;
-    for (int c = row.first + team.tid(); c < row.last; c += kTeamThreads) {
+    for (int c = row.start(team.tid()); c < row.last; c += row.step) {
         const RawChunk<T> raw = load_chunk(row, c);
 #pragma unroll
         for (int j = 0; j < kChunk; ++j) {
@@ -414,7 +479,7 @@ __device__ __forceinline__ uint32_t raw_max_of_slice(const Row<T>& row, Team tea
 template <class T>
 __device__ __forceinline__ Word raw_mass_of_slice(const Row<T>& row, Team team, float max) {
     Word total = 0;
-    for (int c = row.first + team.tid(); c < row.last; c += kTeamThreads) {
+    for (int c = row.start(team.tid()); c < row.last; c += row.step) {
         const RawChunk<T> raw = load_chunk(row, c);
 #pragma unroll
         for (int j = 0; j < kChunk; ++j) {

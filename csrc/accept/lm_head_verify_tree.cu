@@ -81,19 +81,19 @@ void lm_head_verify_tree_cuda(
     task.stops = stop_view(stop_ids);
     task.bias = cptr<float>(bias);
     task.bitmask = cptr<int32_t>(bitmask);
-    task.arrivals = nullptr;
-    task.row_keys = nullptr;
-    task.row_logprobs = nullptr;
-    task.shape = verify_shape(in.batch, in.rows, in.vocab, launch.props.major, launch.props.sms, /*workspace=*/false);
+    task.area = base + w.area;
+    task.shape = verify_shape(in.batch, in.rows, in.vocab, launch.props.sms, /*workspace=*/true);
+    if (task.shape.blocks > kTeamWide) task.shape.blocks = kTeamWide;
 
     if (in.rows > 0) {
         if (!tensor_cores) launch.run(head_simt_kernel, dim3(plan.blocks), dim3(kHeadSimtThreads), plan.smem, a, plan);
         else if (a.hidden_type == 2) run_product<true>(launch, a, plan);
         else run_product<false>(launch, a, plan);
     }
-    const dim3 grid(static_cast<unsigned>(task.shape.cluster), static_cast<unsigned>(in.batch));
-    launch.run_cluster(a.extras() ? head_walk_kernel<true> : head_walk_kernel<false>, task.shape.cluster, grid, dim3(kTeamThreads),
-                       kTeamSmem, a);
+    const dim3 grid(static_cast<unsigned>(in.batch * task.shape.blocks));
+    const auto walk = a.extras() ? head_walk_kernel<true> : head_walk_kernel<false>;
+    if (task.shape.blocks > 1) launch.run_resident(walk, grid, dim3(kTeamThreads), kTeamSmem, a);
+    else launch.run(walk, grid, dim3(kTeamThreads), kTeamSmem, a);
 }
 
 }  // namespace

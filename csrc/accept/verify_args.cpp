@@ -97,9 +97,9 @@ VerifyCall check_verify_tree(
                                             num_tokens_out, path, next_root, flags, logprobs);
     if (workspace) {
         check_tensor(op, "workspace", *workspace, {ScalarType::Byte}, {kAny}, logits);
-        const int64_t need = verify_tree_workspace_bytes(in.batch, rows);
+        const int64_t need = verify_tree_workspace_bytes(in.batch);
         FV_CHECK(workspace->size(0) >= need, op, ": workspace must have at least ", need, " bytes for ", in.batch,
-                 " requests and ", rows, " rows; got ", workspace->size(0),
+                 " requests; got ", workspace->size(0),
                  ". Fix: torch.zeros(fastverify.verify_tree_workspace_bytes(batch, rows), dtype=torch.uint8).");
     }
     return VerifyCall{in, out, stop_view(stop_ids)};

@@ -16,21 +16,40 @@ struct VerifyTask {
     StopIds stops;
     const float* bias;       // [B,V] or null
     const int32_t* bitmask;  // [R,ceil(V/32)] or null
-    uint32_t* arrivals;      // [B], zero
-    Word* row_keys;          // [R,lanes]
-    float* row_logprobs;     // [R]
+    unsigned char* area;     // exchange area (algo/verify_plan.h); null: blocks work alone
     VerifyShape shape;
 };
 
-// Asks for a block's slice of a row, so that it is on its way from memory while something else is done.
+// This block's team, and the request it works on. One thread counts the launch; its tag is known after the next barrier.
+__device__ __forceinline__ Team join_team(const VerifyTask& a, TeamScratch* s, int64_t* request) {
+    const int block = static_cast<int>(blockIdx.x), blocks = a.shape.blocks;
+    *request = block / blocks;
+    const Team team{s, blocks, block % blocks, a.area, block / blocks * blocks};
+    if (team.tid() == 32 && blocks > 1) {
+        Word* launches = reinterpret_cast<Word*>(a.area + kAreaLaunches);
+        const Word before = atomicAdd(launches, 1ull);
+        // tags of this launch: one per visited row; the last block to come hands on to the next launch
+        if (static_cast<uint32_t>(before) == gridDim.x - 1) atomicAdd(launches, (static_cast<Word>(a.out.max_path + 1) << 32) - gridDim.x);
+        s->first_tag = static_cast<uint32_t>(before >> 32) + 1;
+    }
+    if (team.tid() == 0) s->select_set = 0;
+    return team;
+}
+
+// Asks for lines index, index + count, ... of a row, so that they are on their way from memory while something else is done.
 template <class T>
-__device__ __forceinline__ void prefetch_slice(const VerifyTask& a, int64_t row, int lane, int lanes) {
-    const int vocab = static_cast<int>(a.in.vocab), per = ((vocab + kChunk - 1) / kChunk + lanes - 1) / lanes * kChunk;
+__device__ __forceinline__ void prefetch_lines(const VerifyTask& a, int64_t row, int index, int count, int thread, int threads) {
+    const int vocab = static_cast<int>(a.in.vocab);
     const T* data = static_cast<const T*>(a.logits) + row * a.stride;
-    constexpr int kLine = 128 / sizeof(T);
-    const int end = per * (lane + 1) < vocab ? per * (lane + 1) : vocab;
+    constexpr int kLineIds = kLine * kChunk, kParts = kLineIds * sizeof(T) / 128;
 #pragma unroll 1
-    for (int i = per * lane + static_cast<int>(threadIdx.x) * kLine; i < end; i += kTeamThreads * kLine) prefetch_l2(data + i);
+    for (int i = thread; (i / kParts * count + index) * kLineIds < vocab; i += threads) {
+        prefetch_l2(data + (i / kParts * count + index) * kLineIds + i % kParts * (128 / static_cast<int>(sizeof(T))));
+    }
+}
+template <class T>
+__device__ __forceinline__ void prefetch_slice(const VerifyTask& a, int64_t row, Team team) {
+    prefetch_lines<T>(a, row, team.index, team.size, team.tid(), kTeamThreads);
 }
 
 // What all rows of a request have in common; one thread. After a barrier, copy_row() by all.
@@ -41,39 +60,75 @@ __device__ __forceinline__ void init_rows(const VerifyTask& a, int64_t b, Team t
     const int vocab = static_cast<int>(a.in.vocab);
     r.init(a.in.params(b), 0, vocab, kExtras && a.bias ? a.bias + b * vocab : nullptr,
            kExtras && a.out.counts ? a.out.counts + b * vocab : nullptr, kExtras && a.in.penalties, team.s->emitted, kExtras);
-    r.set_slice(team.rank(), team.size);
+    const bool wide = r.p.filtered() || a.out.logprobs;
+    r.set_slice(team.index, wide && team.size > kTeamWide ? kTeamWide : team.size, kTeamThreads);
     team.s->params = r.p;
     team.s->position = static_cast<uint32_t>(a.in.prefix_len[b]) + 1;
 }
-__device__ __forceinline__ void copy_row(Team team) {
-    constexpr int kWords = sizeof(team.s->rows[0]) / 4;
-    if (team.tid() < kWords) {
-        reinterpret_cast<uint32_t*>(team.s->rows[1])[team.tid()] = reinterpret_cast<const uint32_t*>(team.s->rows[0])[team.tid()];
-    }
+__device__ __forceinline__ void copy_words(void* to, const void* from, int thread, int threads) {
+    for (int i = thread; i < 64; i += threads) static_cast<uint32_t*>(to)[i] = static_cast<const uint32_t*>(from)[i];
 }
 
-// The next row; every thread of the block calls it, with turns alternating.
+// The next row, at rows[turn]; one thread.
 template <bool kExtras, class T>
-__device__ __forceinline__ const Row<T>& open_row(const VerifyTask& a, int64_t row, int depth, int turn, Team team) {
-    Row<T>& r = *reinterpret_cast<Row<T>*>(team.s->rows[turn]);
-    if (team.leader()) {
-        r.open(static_cast<const T*>(a.logits) + row * a.stride,
-               kExtras && a.bitmask ? a.bitmask + row * ((a.in.vocab + 31) / 32) : nullptr, team.s->position + depth, depth, turn);
-    }
+__device__ __forceinline__ void open_row(const VerifyTask& a, Row<T>& r, int64_t row, int depth, int turn, Team team) {
+    r.open(static_cast<const T*>(a.logits) + row * a.stride,
+           kExtras && a.bitmask ? a.bitmask + row * ((a.in.vocab + 31) / 32) : nullptr, team.s->position + depth, depth, turn);
+}
+
+// Key and log-probability of one row by the whole team, in the first warp of every block.
+template <bool kExtras, class T>
+__device__ __forceinline__ Chosen team_choice(const VerifyTask& a, const Row<T>& row, Team team, int64_t request) {
+    const Word key = row.p.filtered() ? filtered_key<kExtras>(row, team, request)
+                                      : team.team_key(row.turn, best_of_slice<kExtras>(row, team, -kInf, 0.0f));
+    Chosen c{key_has_token(key), static_cast<int64_t>(key_id(key)), (key & kKeyBad) != 0, 0.0f};
+    if (a.out.logprobs) c.logprob = raw_logprob(row, team, team.warp() == 0 && c.has_token ? &c.token : nullptr);
+    return c;
+}
+
+// The row at rows[turn] by the whole team; called in two places, compiled once.
+template <bool kExtras, class T>
+__device__ __attribute__((noinline)) Chosen visit_row(const VerifyTask& a, Team team, int64_t begin, int64_t request, int turn) {
+    const Row<T>& row = *reinterpret_cast<const Row<T>*>(team.s->rows[turn]);
+    if (team.s->work_child >= 0) prefetch_slice<T>(a, begin + team.s->work_child, team);
+    if constexpr (kExtras) mark_ancestors(row, team);
+    return team_choice<kExtras>(a, row, team, request);
+}
+
+// The walk over logits in memory: the first warp walks, the others work on the rows that it visits. Ends with a barrier.
+// `tree` was opened by the whole team; init_rows() was called and a barrier passed.
+template <bool kExtras, class T>
+__device__ __forceinline__ void walk_rows(const VerifyTask& a, const WalkTree& tree, Team team, int64_t b) {
+    TeamScratch* s = team.s;
+    copy_words(s->rows[1], s->rows[0], team.tid(), kTeamThreads);
     __syncthreads();
-    if constexpr (kExtras) mark_ancestors(r, team);
-    return r;
-}
-
-// Key of one row by the whole team, with its status.
-template <bool kExtras, class T>
-__device__ __forceinline__ Word team_choice(const Row<T>& row, Team team) {
-    if (row.p.filtered()) return filtered_key<kExtras>(row, team);
-    return team.team_key(row.turn, best_of_slice<kExtras>(row, team, -kInf, 0.0f));
-}
-
-__device__ __forceinline__ Chosen chosen_of(Word key) {
-    return Chosen{key_has_token(key), static_cast<int64_t>(key_id(key)), (key & kKeyBad) != 0, 0.0f};
+    if (team.warp() == 0) {
+        WarpWalker walker{team};
+        walk_tree(walker, tree, s->params.flags, a.out, a.stops, b, [&](int32_t node, int32_t depth, const int64_t*) {
+            const int turn = depth & 1;
+            const int32_t child = walker.first(node + 1, tree.n, [&](int32_t j) { return walker.parent(j) == node; });
+            if (team.leader()) {
+                open_row<kExtras>(a, *reinterpret_cast<Row<T>*>(s->rows[turn]), tree.begin + node, depth, turn, team);
+                s->tag[turn] = s->first_tag + depth;
+                s->work_child = child;  // the likeliest comes first
+                s->work_node = node;
+            }
+            __syncthreads();
+            return visit_row<kExtras, T>(a, team, tree.begin, b, turn);
+        });
+        if (team.leader()) s->work_node = -1;
+        __syncthreads();
+    } else {
+        for (int turn = 0;; turn ^= 1) {
+            __syncthreads();
+            if (s->work_node < 0) break;
+            visit_row<kExtras, T>(a, team, tree.begin, b, turn);
+        }
+    }
+    if (team.size > 1 && team.index == 0) {  // the sums that were added last
+        Word* sums = team.sum_place(b, static_cast<int>(s->select_set + kSelectSets - 1) % kSelectSets);
+        for (int i = team.tid(); s->params.filtered() && i < kSelectBuckets; i += kTeamThreads) sums[i] = 0;
+    }
 }
 
 }  // namespace fv

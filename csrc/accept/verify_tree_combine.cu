@@ -21,9 +21,29 @@ struct CombineTask {
     int round, num_rounds;
 };
 
+// algo/partials.h select_digit by a warp: from the highest digit down until *left is covered.
+__device__ inline int warp_select_digit(const Word* sums, Word* left, int lane) {
+    Word mine = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) mine += sums[kDigits - 1 - 8 * lane - i];
+    Word through = mine;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        const Word below = __shfl_up_sync(kFullWarp, through, d);
+        if (lane >= d) through += below;
+    }
+    const unsigned reached = __ballot_sync(kFullWarp, through >= *left);
+    const int owner = reached ? __ffs(static_cast<int>(reached)) - 1 : 31;
+    Word above = __shfl_sync(kFullWarp, through - mine, owner);
+    int digit = kDigits - 1 - 8 * owner;
+    for (int i = 0; i < 7 && digit > 0 && above + sums[digit] < *left; ++i) above += sums[digit--];
+    *left -= above;
+    return digit;
+}
+
 // Grid (R).
 __global__ void __launch_bounds__(kTeamThreads) fold_kernel(const __grid_constant__ CombineTask a) {
-    Team team{reinterpret_cast<TeamScratch*>(dynamic_shared()), 1};
+    const Team team{reinterpret_cast<TeamScratch*>(dynamic_shared()), 1, 0, nullptr, 0};
     const int64_t row = blockIdx.x, stride = a.in.rows * a.num_words;
     const int64_t b = request_of_row(a.in, row, team);
     if (b < 0) return;
@@ -51,7 +71,7 @@ __global__ void __launch_bounds__(kTeamThreads) fold_kernel(const __grid_constan
     Word mine = 0;
     if (team.tid() < kDigits) {
         for (int64_t w = 0; w < a.world; ++w) mine += static_cast<Word>(words[w * stride + team.tid()]);
-        team.s->sums[team.tid()] = mine;
+        team.s->digit_sums[team.tid()] = mine;
     }
     const Word total = team.block_sum(kSlotSum, mine);  // every thread has read the state
     if (kind.shift == 24) {
@@ -61,7 +81,7 @@ __global__ void __launch_bounds__(kTeamThreads) fold_kernel(const __grid_constan
         }
         if (!top_k) left = top_p_need(total, p.top_p);
     }
-    const int digit = warp_select_digit(team.s->sums, &left, team.lane());
+    const int digit = warp_select_digit(team.s->digit_sums, &left, team.lane());
     if (!team.leader()) return;
     state[top_k ? kStateTopKLeft : kStateTopPLeft] = static_cast<int64_t>(left);
     state[top_k ? kStateTopKCut : kStateTopPCut] |= static_cast<int64_t>(digit) << kind.shift;
@@ -69,7 +89,7 @@ __global__ void __launch_bounds__(kTeamThreads) fold_kernel(const __grid_constan
 
 // Grid (B).
 __global__ void __launch_bounds__(kTeamThreads) combine_walk_kernel(const __grid_constant__ CombineTask a) {
-    Team team{reinterpret_cast<TeamScratch*>(dynamic_shared()), 1};
+    const Team team{reinterpret_cast<TeamScratch*>(dynamic_shared()), 1, 0, nullptr, 0};
     const int64_t b = blockIdx.x;
     if (!a.in.active[b]) return write_inactive(team, a.out, b);
     const RowParams p = a.in.params(b);

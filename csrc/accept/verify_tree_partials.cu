@@ -25,6 +25,33 @@ struct PartialsTask {
     int round, num_rounds, cluster;
 };
 
+// Counts (or masses) of the block's entries o >= floor inside the prefix, by the digit at `shift`, into s->digits[0].
+template <bool kExtras, class T>
+__device__ __attribute__((noinline)) void slice_digits(
+    const Row<T>& row, Team team, bool by_mass, uint32_t prefix, uint32_t floor, int shift, float zmax) {
+    TeamScratch* s = team.s;
+    __syncthreads();
+    for (int i = team.tid(); i < kDigitCopies * kDigits; i += kTeamThreads) (&s->digit_low[0][0])[i] = (&s->digit_high[0][0])[i] = 0;
+    __syncthreads();
+    uint32_t* lows = s->digit_low[team.lane() % kDigitCopies];
+    uint32_t* highs = s->digit_high[team.lane() % kDigitCopies];
+    const uint32_t lowest = ordered_bits(-kFloatMax), known = shift < 24 && prefix > floor ? prefix : floor;
+    visit_from<kExtras>(row, team, from_ordered_bits(known > lowest ? known : lowest), [&](int, float z) {
+        const uint32_t o = ordered_bits(z), d = o >> shift & (kDigits - 1);
+        if (!in_prefix(o, prefix, shift)) return;
+        const uint64_t weight = by_mass ? mass_of(z, zmax) : 1;
+        const uint32_t low = static_cast<uint32_t>(weight), before = atomicAdd(lows + d, low);
+        const uint32_t high = static_cast<uint32_t>(weight >> 32) + (before + low < low);
+        if (high) atomicAdd(highs + d, high);
+    });
+    __syncthreads();
+    for (int d = team.tid(); d < kDigits; d += kTeamThreads) {
+        Word total = 0;
+        for (int c = 0; c < kDigitCopies; ++c) total += static_cast<Word>(s->digit_high[c][d]) << 32 | s->digit_low[c][d];
+        s->digits[0][d] = total;
+    }
+}
+
 // Words of a row that a walk can visit; out was zeroed.
 template <bool kExtras, class T>
 __device__ void write_words(const PartialsTask& a, const Row<T>& row, Team team, const int64_t* state, int64_t* out) {
@@ -70,17 +97,17 @@ __device__ void write_words(const PartialsTask& a, const Row<T>& row, Team team,
         const bool top_k = kind.kind == Round::kTopK;
         if (!p.filtered() || !state[kStateMax] || (top_k ? !state[kStateTopKLeft] : !state[kStateTopPLeft])) return;
         slice_digits<kExtras>(row, team, !top_k, state_bits(top_k ? kStateTopKCut : kStateTopPCut),
-                              top_k ? 0 : state_bits(kStateTopKCut), kind.shift, from_ordered_bits(state_bits(kStateMax)), 0);
+                              top_k ? 0 : state_bits(kStateTopKCut), kind.shift, from_ordered_bits(state_bits(kStateMax)));
         team.team_digits(0);
         if (!team.writes()) return;
-        for (int d = team.tid(); d < kDigits; d += kTeamThreads) out[d] = static_cast<int64_t>(team.s->sums[d]);
+        for (int d = team.tid(); d < kDigits; d += kTeamThreads) out[d] = static_cast<int64_t>(team.s->digit_sums[d]);
     }
 }
 
 // Grid (R * cluster).
 template <class T, bool kExtras>
 __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) partials_kernel(const __grid_constant__ PartialsTask a) {
-    Team team{reinterpret_cast<TeamScratch*>(dynamic_shared()), a.cluster};
+    const Team team{reinterpret_cast<TeamScratch*>(dynamic_shared()), a.cluster, static_cast<int>(blockIdx.x) % a.cluster, nullptr, 0};
     const int64_t at = blockIdx.x / a.cluster;
     int64_t* out = a.words + at * a.num_words;
     if (team.writes()) {
@@ -98,7 +125,7 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) partials_kernel(co
         if (a.num_rounds != kFilterRounds) p.min_p = 0.0f;
         row.init(p, static_cast<int>(a.offset), static_cast<int>(a.shard), kExtras && a.bias ? a.bias + b * a.shard : nullptr,
                  kExtras && a.counts ? a.counts + b * a.shard : nullptr, kExtras && a.in.penalties, team.s->emitted, kExtras);
-        row.set_slice(team.rank(), team.size);
+        row.set_slice(team.rank(), team.size, kTeamThreads);
         row.open(static_cast<const T*>(a.logits) + at * a.stride,
                  kExtras && a.bitmask ? a.bitmask + at * ((a.in.vocab + 31) / 32) : nullptr,
                  static_cast<uint32_t>(a.in.prefix_len[b]) + depth + 1, depth, 0);
@@ -106,7 +133,7 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) partials_kernel(co
     __syncthreads();
     if constexpr (kExtras) mark_ancestors(row, team);
     write_words<kExtras>(a, row, team, a.state + at * kStateWords, out);
-    team.barrier();  // no block leaves while another may read its shared memory
+    if (team.size > 1) cluster_barrier();  // no block leaves while another may read its shared memory
 }
 
 template <class T>
@@ -141,7 +168,7 @@ void verify_tree_partials_cuda(
     a.num_words = call.words;
     a.round = static_cast<int>(round);
     a.num_rounds = static_cast<int>(num_rounds);
-    a.cluster = verify_shape(call.in.rows, call.in.rows, call.shard, launch.props.major, launch.props.sms, false).cluster;
+    a.cluster = partials_cluster(call.in.rows, call.shard, launch.props.major, launch.props.sms);
     const bool extras = bias || bitmask || penalties;
     switch (logits.scalar_type()) {
         case ScalarType::Half: return launch_partials<__half>(launch, a, extras);

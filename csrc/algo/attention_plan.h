@@ -223,12 +223,10 @@ struct AttentionLaunch {
     int stages;           // tiles of the cp.async ring
     int blocks;           // persistent
     int least_units;      // of kUnitTokens per block
-    int separate_merge;   // 1: few sequences, long: a second kernel merges, over the whole device
-    int sequences;        // that such a merge has blocks for; more are taken in turn
     int64_t smem;         // dynamic shared memory, bytes
 };
 
-constexpr int kStaticSmem = 256;       // at most this much static shared memory
+constexpr int kBlockWords = 384;       // bytes of every block for its place in the work (BlockWords)
 constexpr int kSystemSmem = 1024;      // what the system keeps of every block's shared memory
 
 constexpr int kMaxStages = 6;
@@ -242,38 +240,34 @@ FV_HD constexpr int tile_tokens(int64_t head_dim) { return head_dim > 128 ? 32 :
 // Rows per warp; the 4 warps form tile_rows / warp_rows row groups, and those of one group share a tile's tokens.
 FV_HD constexpr int warp_rows(int64_t head_dim, int64_t tile_rows) { return head_dim > 128 || tile_rows == 16 ? 16 : 32; }
 
-constexpr int kMaxBlocks = 511;
-constexpr int kMergeBytes = 32 * 1024;  // shared memory for the weights of a merge of pieces: 16 rows x 512 pieces
+constexpr int kMaxBlocks = 1020;       // a counter each (kCounterBytes)
 
-// Fewest stages: two, and room for the 4 warps' results when a block merges them, and for a merge of pieces.
+// Blocks of 128 threads per multiprocessor that a kernel's registers allow: narrow tiles of fp8 are bound by latency.
+FV_HD constexpr int most_blocks(int64_t head_dim, int64_t tile_rows, int kv_bytes) {
+    return kv_bytes == 1 && tile_rows == 16 && head_dim <= 128 ? 3 : 2;
+}
+// Fewest stages: two, and room for the 4 warps' results when a block merges them.
 FV_HD int least_stages(int64_t head_dim, int64_t tile_rows, int64_t stage_bytes) {
-    const int64_t own = 4 * warp_rows(head_dim, tile_rows) * head_dim * 4, staging = own > kMergeBytes ? own : kMergeBytes;
+    const int64_t staging = 4 * warp_rows(head_dim, tile_rows) * head_dim * 4;
     const int64_t stages = (staging + stage_bytes - 1) / stage_bytes;
     return static_cast<int>(stages > 2 ? stages : 2);
 }
 
-// Shared memory of the sm_90a kernel: f16 copies of an fp8 tile's K and V; a few words.
+// Shared memory of the sm_90a kernel: f16 copies of an fp8 tile's K and V.
 FV_HD constexpr int wgmma_wide_bytes(int head_dim, int kv_bytes) { return kv_bytes == 1 ? 2 * kUnitTokens * head_dim * 2 : 0; }
-constexpr int kWgmmaWords = 256;
 FV_HD constexpr int64_t wgmma_smem(int64_t batch, int tile_rows, int head_dim, int kv_bytes, int stages) {
     return tile_rows * (2 * head_dim + 8) + wgmma_wide_bytes(head_dim, kv_bytes) + 2 * stages * kUnitTokens * head_dim * kv_bytes +
-           prefix_bytes(batch) + kWgmmaWords;
+           prefix_bytes(batch) + kBlockWords;
 }
 constexpr int kWgmmaFromRows = 33;     // packed rows of a request from which its products pay
 
-// How a line of `sequences` is merged.
-FV_HD void choose_merge(AttentionLaunch& a, int64_t sequences) {
-    a.separate_merge = sequences * 8 < a.blocks;
-    a.sequences = static_cast<int>(a.separate_merge ? sequences : 0);
-}
-
 // head_dim 64, 128 or 256; kv_bytes per element of the cache: 1 or 2. rows / batch is taken as nodes of a request. sm90: the
 // device and the cache can take the sm_90a kernel.
-FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_heads, int64_t group, int64_t head_dim, int kv_bytes,
+FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t /*kv_heads*/, int64_t group, int64_t head_dim, int kv_bytes,
                                        int sms, int64_t max_smem, bool sm90 = false) {
     AttentionLaunch a{};
     const int64_t nodes = batch > 0 ? (rows + batch - 1) / batch : 0;
-    a.least_units = 2;
+    a.least_units = 1;
     if (sm90 && head_dim == 128 && nodes * group >= kWgmmaFromRows) {
         const int tile = nodes * group > 64 ? 128 : 64;
         const int64_t room = tile == 64 ? (max_smem + kSystemSmem) / 2 - kSystemSmem : max_smem;
@@ -285,25 +279,22 @@ FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_h
         a.blocks = tile == 64 ? 2 * sms : sms;
         a.blocks = a.blocks < kMaxBlocks ? a.blocks : kMaxBlocks;
         a.smem = wgmma_smem(batch, tile, 128, kv_bytes, a.stages);
-        choose_merge(a, batch * kv_heads * row_tiles(nodes, group, tile));
         return a;
     }
     a.threads = 128;
     const int64_t stage = 2 * tile_tokens(head_dim) * head_dim * kv_bytes;
-    const int64_t one = max_smem - kStaticSmem;                                         // a block alone on its multiprocessor
-    const int64_t half = (max_smem + kSystemSmem) / 2 - kSystemSmem - kStaticSmem;  // one of two
-    const auto need = [&](int tile, int stages) { return prefix_bytes(batch) + tile * 8 + tile * head_dim * 2 + stages * stage; };
+    const auto share = [&](int blocks) { return (max_smem + kSystemSmem) / blocks - kSystemSmem; };  // of several blocks
+    const auto need = [&](int tile, int stages) { return prefix_bytes(batch) + kBlockWords + tile * 8 + tile * head_dim * 2 + stages * stage; };
     const auto fits = [&](int tile, int64_t room) { return need(tile, least_stages(head_dim, tile, stage)) <= room; };
     int tile = head_dim > 128 ? 32 : 16;
-    while (tile < (head_dim > 128 ? 64 : 128) && tile < nodes * group && fits(2 * tile, one)) tile *= 2;
-    const bool two = fits(tile, half);
+    while (tile < (head_dim > 128 ? 64 : 128) && tile < nodes * group && fits(2 * tile, share(1))) tile *= 2;
+    int blocks = most_blocks(head_dim, tile, kv_bytes);
+    while (blocks > 1 && !fits(tile, share(blocks))) --blocks;
     a.tile_rows = tile;
     a.stages = least_stages(head_dim, tile, stage);
-    while (a.stages < kMaxStages && need(tile, a.stages + 1) <= (two ? half : one)) ++a.stages;
-    const int blocks = sms * (two ? 2 : 1);
-    a.blocks = blocks < kMaxBlocks ? blocks : kMaxBlocks;
+    while (a.stages < kMaxStages && need(tile, a.stages + 1) <= share(blocks)) ++a.stages;
+    a.blocks = sms * blocks < kMaxBlocks ? sms * blocks : kMaxBlocks;
     a.smem = need(tile, a.stages);
-    choose_merge(a, batch * kv_heads * row_tiles(nodes, group, tile));
     return a;
 }
 
@@ -327,7 +318,7 @@ FV_HD ExactLaunch exact_launch(int64_t rows, int64_t kv_heads, int64_t group, in
     e.groups = groups < 1 ? 1 : groups < e.chunks ? groups : e.chunks;
     return e;
 }
-FV_HD int64_t exact_partial_floats(int64_t tile_heads, int64_t head_dim) { return tile_heads * (head_dim + 2); }
+FV_HD int64_t exact_partial_floats(int64_t tile_heads, int64_t head_dim) { return (tile_heads * (head_dim + 2) + 3) / 4 * 4; }
 FV_HD int64_t exact_workspace(const ExactLaunch& e, int64_t rows, int64_t kv_heads, int64_t head_dim) {
     return 4096 + rows * kv_heads * e.tiles * e.chunks * exact_partial_floats(e.tile_heads, head_dim) * 4;
 }

@@ -10,7 +10,7 @@
 #pragma once
 #include <cstdint>
 
-#include "common/types.h"
+#include "algo/verify_plan.h"
 
 namespace fv {
 
@@ -73,8 +73,10 @@ FV_HD HeadPlan head_plan(int64_t rows, int64_t vocab, int64_t hidden, bool tenso
 FV_HD int head_first_slot(const HeadPlan& p, int tile) { return tile * p.k_steps / p.steps; }
 FV_HD int head_last_slot(const HeadPlan& p, int tile) { return ((tile + 1) * p.k_steps - 1) / p.steps; }
 
-// Byte offsets. [0, zeroed) must be zero before the first call; every call leaves it zero again.
+// Byte offsets. [0, zeroed) must be zero before the first call; every call leaves it zero again, but for the exchange area,
+// which counts on.
 struct HeadWorkspace {
+    int64_t area;      // what blocks that walk together share (verify_plan.h)
     int64_t keys;      // u64 [R]: best key of a row so far
     int64_t bad;       // i32 [R]: a NaN or +inf was met
     int64_t counters;  // u32 [chunks, tiles]: blocks that have delivered their part of a tile
@@ -92,7 +94,8 @@ FV_HD HeadWorkspace head_workspace(int64_t rows, int64_t vocab, int sms) {
     const int64_t rows_tile = head_rows_tile(rows), chunks = (rows + rows_tile - 1) / rows_tile;
     const int64_t blocks = 2 * sms > chunks ? 2 * sms : chunks;
     HeadWorkspace w;
-    w.keys = 0;
+    w.area = 0;
+    w.keys = head_align(team_area_bytes(kSelectRequests));
     w.bad = head_align(w.keys + 8 * rows);
     w.counters = head_align(w.bad + 4 * rows);
     w.zeroed = w.partials = head_align(w.counters + 4 * chunks * ((vocab + kHeadTileLeast - 1) / kHeadTileLeast));

@@ -12,7 +12,7 @@ constexpr int kLatentRowBytes = 2 * kLatentDims;
 constexpr int kMlaThreads = 256;
 
 struct MlaLaunch {
-    AttentionLaunch base;   // tile_rows, stages, blocks (of kMlaThreads), least_units, separate_merge, sequences, smem
+    AttentionLaunch base;   // tile_rows, stages, blocks (of kMlaThreads), least_units, smem
     int tile_tokens;
 };
 
@@ -22,16 +22,33 @@ FV_HD constexpr int mla_split(int tile_rows) { return 8 / (tile_rows / 32); }
 FV_HD constexpr int64_t mla_scores_bytes(int tile_rows, int tile_tokens) {
     return static_cast<int64_t>(mla_split(tile_rows)) * tile_rows * (tile_tokens + 4) * 4;
 }
-// Shared memory without the prefix sums: Q, the ring, partial scores, weights, a factor per row.
+// Shared memory without the prefix sums and words: Q, the ring, partial scores, weights, a factor per row.
 FV_HD constexpr int64_t mla_smem(int tile_rows, int tile_tokens, int stages) {
     return static_cast<int64_t>(tile_rows + stages * tile_tokens) * kLatentRowBytes + mla_scores_bytes(tile_rows, tile_tokens) +
            tile_rows * tile_tokens * 2 + tile_rows * 8;
 }
 
-// rows / batch is taken as nodes of a request.
-FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int sms, int64_t max_smem) {
+// The sm_90a kernel: Q, two stages, weights, maxima, a few words.
+constexpr int kMlaWgmmaRows = 64, kMlaWgmmaTokens = 64;
+FV_HD constexpr int64_t mla_wgmma_smem() {
+    return (kMlaWgmmaRows + 2 * kMlaWgmmaTokens) * kLatentRowBytes + kMlaWgmmaRows * kMlaWgmmaTokens * 2 + 2 * kMlaWgmmaRows * 4 + kBlockWords;
+}
+
+// rows / batch is taken as nodes of a request. sm90: the device and the cache can take the sm_90a kernel.
+FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int sms, int64_t max_smem, bool sm90 = false) {
     MlaLaunch m{};
-    const int64_t nodes = batch > 0 ? (rows + batch - 1) / batch : 0, room = max_smem - kStaticSmem - prefix_bytes(batch);
+    const int64_t nodes = batch > 0 ? (rows + batch - 1) / batch : 0, room = max_smem - kBlockWords - prefix_bytes(batch);
+    m.base.least_units = 1;
+    m.base.threads = kMlaThreads;
+    m.base.blocks = sms < kMaxBlocks ? sms : kMaxBlocks;
+    if (sm90 && mla_wgmma_smem() + prefix_bytes(batch) <= max_smem) {
+        m.base.wgmma = 1;
+        m.base.tile_rows = kMlaWgmmaRows;
+        m.tile_tokens = kMlaWgmmaTokens;
+        m.base.stages = 2;
+        m.base.smem = prefix_bytes(batch) + mla_wgmma_smem();
+        return m;
+    }
     const int tile = nodes * heads > 32 && mla_smem(64, 16, 3) <= room ? 64 : 32;
     const int tokens = mla_smem(tile, 32, 3) <= room ? 32 : 16;
     int stages = 2;
@@ -39,11 +56,7 @@ FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int sms, 
     m.tile_tokens = tokens;
     m.base.tile_rows = tile;
     m.base.stages = stages;
-    m.base.blocks = sms < kMaxBlocks ? sms : kMaxBlocks;
-    m.base.least_units = 1;
-    m.base.smem = prefix_bytes(batch) + mla_smem(tile, tokens, stages);
-    m.base.threads = kMlaThreads;
-    choose_merge(m.base, batch * row_tiles(nodes, heads, tile));
+    m.base.smem = prefix_bytes(batch) + kBlockWords + mla_smem(tile, tokens, stages);
     return m;
 }
 

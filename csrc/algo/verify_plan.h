@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// How verify_tree is spread over a GPU: a pure function of shapes and device.
+// How the acceptance is spread over a GPU, and what blocks that work together share in memory: pure functions of shapes
+// and device.
 //
-// A team of `cluster` blocks works on one row at a time, each on its slice of the vocabulary. With `teams` = 1 the team of a
-// request walks the tree and reads visited rows only. With more, the teams of a request first take all of its rows, and
-// the team that finishes last walks: more reading, no dependence on depth; it pays while every team has few rows.
-// `slices` > 1 (devices without clusters): single blocks share a row in that first part.
+// verify_tree: a team of `blocks` blocks per request shares every visited row by slices of the vocabulary and agrees on the
+// token through the workspace (accept/team.cuh). With `all_rows` a request's rows are all taken at once, a warp per slice of a
+// row, and one block of the team walks: more reading, no dependence on depth; it pays while few ids fall to a block.
 #pragma once
 #include <cstdint>
 
@@ -12,45 +12,55 @@
 
 namespace fv {
 
-constexpr int kMaxLanes = 16;         // blocks that share a row
-constexpr int kLaneIds = 2048;        // a block is not given fewer ids than this
-constexpr int kRowsPerTeam = 2;       // up to so many rows per team, reading all rows beats following the path
-constexpr int kBlocksPerSm = 2;       // that registers and shared memory leave room for
-constexpr int kPreferredCluster = 8;  // 16 were measured slower on an H200: not every group of SMs has room for one
+constexpr int kBlocksPerSm = 1;        // of a team's blocks
+constexpr int kLeastIds = 512;         // a block is not given fewer ids of a row than this
+constexpr int kAllRowsIds = 64 * 1024; // up to so many ids of a request per block, all rows are taken at once
 
 struct VerifyShape {
-    int cluster, teams, slices;
-    FV_HD int lanes() const { return cluster * slices; }
+    int blocks;
+    bool all_rows;
 };
 
-inline int max_cluster(int major) { return major >= 9 ? kPreferredCluster : 1; }
+// The exchange area at the start of a workspace. Its places do not depend on shapes, so calls of any shape may share it.
+constexpr int kTeamBlocks = 256;       // blocks of a launch that work in teams of more than one
+constexpr int kTeamWide = 32;          // blocks of a team whose rows need filters or log-probabilities
+constexpr int kExchanges = 28;         // exchanges of one visited row
+constexpr int kPublished = 128;        // candidates of a block
+constexpr int kSelectBuckets = 1024;
+constexpr int kSelectSets = 3;
+constexpr int kTeamWarpItems = 16 * kTeamBlocks;  // slices of rows that are taken at once
+constexpr int kSelectRequests = 128;   // more requests than this are not worked on by teams
+constexpr int64_t kAreaLaunches = 0;   // u64: number of the launch, blocks of it that have begun
+constexpr int64_t kAreaSlots = 128;    // [kExchanges][2][kTeamBlocks] of 32 bytes
+constexpr int64_t kAreaItems = kAreaSlots + 32LL * kExchanges * 2 * kTeamBlocks;       // [kTeamWarpItems] of 16 bytes
+constexpr int64_t kAreaLists = kAreaItems + 16LL * kTeamWarpItems;                     // [2][2][kTeamBlocks][kPublished] of 16
+constexpr int64_t kAreaSums = kAreaLists + 16LL * 2 * 2 * kTeamBlocks * kPublished;    // [requests][kSelectSets][kSelectBuckets]
+FV_HD int64_t team_area_bytes(int64_t batch) {
+    return kAreaSums + 8LL * kSelectSets * kSelectBuckets * (batch < kSelectRequests ? batch : kSelectRequests);
+}
 
-inline VerifyShape verify_shape(int64_t batch, int64_t rows, int64_t vocab, int major, int sms, bool workspace) {
-    // clusters fill a GPU badly beyond one block per SM: with two, the last ones wait for a second wave
-    const int64_t slots = max_cluster(major) > 1 ? sms : static_cast<int64_t>(kBlocksPerSm) * sms;
-    const int64_t useful = (vocab + kLaneIds - 1) / kLaneIds;
-    VerifyShape s{1, 1, 1};
-    if (batch < 1) return s;
-    while (2 * s.cluster <= max_cluster(major) && s.cluster < useful && 2 * s.cluster * batch <= slots) s.cluster *= 2;
-    const int64_t nodes = (rows + batch - 1) / batch;
-    if (!workspace || nodes < 2) return s;
-    const int64_t room = slots / (batch * s.cluster);  // teams of a request that run at the same time
-    if (s.cluster == 1) {
-        while (2 * s.slices <= kMaxLanes && s.slices < useful && 2 * s.slices * nodes <= room) s.slices *= 2;
-    }
-    const int64_t items = nodes * s.slices;
-    const int64_t teams = items < room ? items : room;
-    if (teams < 2 || nodes > kRowsPerTeam * teams) s.slices = 1;
-    else s.teams = static_cast<int>(teams);
+inline VerifyShape verify_shape(int64_t batch, int64_t rows, int64_t vocab, int sms, bool workspace) {
+    VerifyShape s{1, false};
+    if (batch < 1 || !workspace) return s;
+    const int64_t slots = kBlocksPerSm * (sms < kTeamBlocks ? sms : kTeamBlocks), useful = (vocab + kLeastIds - 1) / kLeastIds;
+    const int64_t share = slots / batch < useful ? slots / batch : useful;
+    if (share < 2 || batch > kSelectRequests) return s;
+    s.blocks = static_cast<int>(share);
+    s.all_rows = (rows + batch - 1) / batch * vocab <= kAllRowsIds * share;
     return s;
 }
 
-// Workspace of verify_tree: arrival counters (zero before the first call, zero again after every call), keys and
-// log-probabilities of rows. Mirrored in fastverify/accept/verify_tree.py.
-constexpr int64_t kWorkspaceAlign = 128;
-FV_HD int64_t arrivals_bytes(int64_t batch) { return (4 * batch + kWorkspaceAlign - 1) / kWorkspaceAlign * kWorkspaceAlign; }
-FV_HD int64_t verify_tree_workspace_bytes(int64_t batch, int64_t rows) {
-    return arrivals_bytes(batch) + rows * (8 * kMaxLanes + 4);
+// Workspace of verify_tree, zero before the first call. Mirrored in fastverify/accept/verify_tree.py.
+FV_HD int64_t verify_tree_workspace_bytes(int64_t batch) { return team_area_bytes(batch); }
+
+// verify_tree_partials: blocks of the cluster that takes a row.
+constexpr int kMaxCluster = 8;
+constexpr int kClusterIds = 2048;  // a block is not given fewer ids than this
+inline int partials_cluster(int64_t rows, int64_t shard, int major, int sms) {
+    int cluster = 1;
+    if (major < 9) return cluster;
+    while (2 * cluster <= kMaxCluster && cluster * kClusterIds < shard && 2 * cluster * rows <= sms) cluster *= 2;
+    return cluster;
 }
 
 }  // namespace fv

@@ -17,4 +17,7 @@ AttentionKernel attention_kernel_sm90(int head_dim, int tile_rows, Element kv_ty
 // Exact mode: the smallest tile of head_dim 64, 128 or 256. Null otherwise.
 AttentionKernel exact_kernel(int head_dim, Element kv_type);
 
+// mla_tree_attention on sm_90a. Null for other types, and in a build without sm_90.
+AttentionKernel mla_kernel_sm90(Element kv_type);
+
 }  // namespace fv

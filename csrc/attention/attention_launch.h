@@ -56,7 +56,6 @@ inline void run_tiles(const Launch& launch, AttentionParams& p, const AttentionL
     p.blocks = choice.blocks;
     p.stages = choice.stages;
     p.least_units = choice.least_units;
-    p.separate_merge = choice.separate_merge;
     if (workspace) {
         const int64_t need = attention_workspace(choice, p.v_dim), have = workspace->numel();
         FV_CHECK(have >= need && reinterpret_cast<uintptr_t>(workspace->const_data_ptr()) % 16 == 0, launch.op,
@@ -65,12 +64,9 @@ inline void run_tiles(const Launch& launch, AttentionParams& p, const AttentionL
         p.counters = static_cast<uint32_t*>(workspace->mutable_data_ptr());
         p.partials = reinterpret_cast<float*>(static_cast<unsigned char*>(workspace->mutable_data_ptr()) + kCounterBytes);
     }
-    launch.run(kernel, dim3(choice.blocks), dim3(choice.threads), choice.smem, p);
-    if (!p.partials || !p.separate_merge || p.batch > kMaxSplitBatch) return;
-    const auto merge = p.v_dim == 64 ? merge_kernel<64> : p.v_dim == 256 ? merge_kernel<256> : merge_kernel<128>;
-    const unsigned parts = p.v_dim > 256 ? static_cast<unsigned>(p.v_dim / 128) : 1;
-    launch.run_overlapped(merge, dim3(choice.tile_rows, choice.sequences, parts), dim3(128), merge_smem(p.batch, choice.blocks), p,
-                          choice.tile_rows);
+    // blocks that share a sequence wait for each other's partial results
+    if (p.partials && p.batch <= kMaxSplitBatch) launch.run_resident(kernel, dim3(choice.blocks), dim3(choice.threads), choice.smem, p);
+    else launch.run(kernel, dim3(choice.blocks), dim3(choice.threads), choice.smem, p);
 }
 
 // Row by row: what no tile takes.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writing rows out, and merging the pieces of a split sequence in the order of their keys.
+// Writing rows out, and merging the pieces of a split sequence in a fixed order, by all blocks that hold one.
 // A partial result: O f32 [tile_rows, head_dim] unnormalised, then per row the maximum (log2 domain) and the sum.
 #pragma once
 #include "algo/numeric.h"
@@ -73,162 +73,128 @@ struct Partials {
     __device__ __forceinline__ const float* operator[](int j) const { return j == 0 ? first : rest + j * step; }
 };
 
-// All rows of a sequence, by the block that comes last, of kThreads. `weights`: kMergeBytes of shared memory not in use.
-template <int kHeadDim, int kRows, int kThreads = 128>
-__device__ __forceinline__ void merge_pieces(const AttentionParams& p, const Piece& piece, Pieces pieces, int length, float* weights) {
-    constexpr int kQuads = kHeadDim / 4, kStep = kThreads / kQuads, kAtOnce = 8;  // rows between two quads of a thread
-    const Partials partials(p, piece.start, pieces, length, kRows, kHeadDim);
-    const int stride = pieces.count + 1, quad = threadIdx.x % kQuads;
-    int rows = kRows;  // at a time
-    while (rows > 16 && rows * stride * 4 > kMergeBytes) rows /= 2;
+constexpr int kMergeFloats = 6;  // of shared memory per thread that merges
+
+// Adds `other` to `mine`, the later keys second.
+struct Merged {
+    float top = -INFINITY, sum = 0.0f;
+    float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
+    __device__ __forceinline__ void scale(float now) {
+        const float w = exp2_approx(top - (now == -INFINITY ? 0.0f : now));
+        top = now, sum *= w, o.x *= w, o.y *= w, o.z *= w, o.w *= w;
+    }
+    __device__ __forceinline__ void add(float part, float part_sum, float4 v) {  // part <= top
+        const float w = exp2_approx(part - (top == -INFINITY ? 0.0f : top));
+        sum += part_sum * w, o.x += v.x * w, o.y += v.y * w, o.z += v.z * w, o.w += v.w * w;
+    }
+};
+
+// This block's share of a split sequence's output: every block that holds one of its pieces merges as many quads of four dims.
+// All kThreads threads call it; `scratch`: kMergeFloats of shared memory per thread, not in use.
+template <int kThreads>
+__device__ __forceinline__ void merge_share(const AttentionParams& p, const Piece& piece, Pieces pieces, int length, int tile_rows,
+                                            float* scratch) {
+    constexpr int kAtOnce = 8;
+    const int dims = p.v_dim, quads = dims / 4, tid = threadIdx.x;
+    const Partials partials(p, piece.start, pieces, length, tile_rows, dims);
+    const int live = min(tile_rows, piece.keys.nodes * p.group - piece.tile * tile_rows), total = live * quads;
+    const int share = (total + pieces.count - 1) / pieces.count, begin = (static_cast<int>(blockIdx.x) - pieces.first) * share;
+    const int end = min(total, begin + share);
+    const int width = min(kThreads, (share + 31) / 32 * 32), groups = kThreads / width;  // threads per group of pieces
+    const int group = tid / width;
 #pragma unroll 1
-    for (int row0 = 0; row0 < kRows; row0 += rows) {
-        if (static_cast<int>(threadIdx.x) < rows) {
-            const int row = row0 + threadIdx.x;
-            float *mine = weights + threadIdx.x * stride, top = -INFINITY, sum = 0.0f;
-#pragma unroll 4
-            for (int j = 0; j < pieces.count; ++j) {
-                const float m = __ldcg(partials[j] + kRows * kHeadDim + row);
-                mine[j] = m;
-                top = fmaxf(top, m);
-            }
-            const float shift = top == -INFINITY ? 0.0f : top;
-#pragma unroll 4
-            for (int j = 0; j < pieces.count; ++j) {
-                const float w = exp2_approx(mine[j] - shift);
-                mine[j] = w;
-                sum += w * __ldcg(partials[j] + kRows * (kHeadDim + 1) + row);
-            }
-            const RowTarget target = row_target(p, piece, kRows, row);
-            mine[pieces.count] = target.live ? finish_row(p, target, piece.head, top, sum, true) : 0.0f;
-        }
-        __syncthreads();
+    for (int base = begin; base < end; base += width) {
+        const int at = base + tid - group * width;
+        const bool mine = at < end && group < groups;
+        const int row = mine ? at / quads : 0, quad = mine ? at - row * quads : 0;
+        Merged m;
 #pragma unroll 1
-        for (int first = threadIdx.x / kQuads; first < rows; first += kStep * kAtOnce) {
-            float4 sum[kAtOnce] = {};
-#pragma unroll 1
-            for (int j = 0; j < pieces.count; ++j) {
-                const float* from = partials[j] + (row0 + first) * kHeadDim + quad * 4;
-                float4 v[kAtOnce];
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    v[i] = first + i * kStep < rows ? __ldcg(reinterpret_cast<const float4*>(from + i * kStep * kHeadDim)) : float4{};
-                }
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    const float w = first + i * kStep < rows ? weights[(first + i * kStep) * stride + j] : 0.0f;
-                    sum[i].x += w * v[i].x, sum[i].y += w * v[i].y, sum[i].z += w * v[i].z, sum[i].w += w * v[i].w;
-                }
-            }
+        for (int j0 = group; j0 < pieces.count && mine; j0 += kAtOnce * groups) {
+            float tops[kAtOnce], sums[kAtOnce], now = m.top;
+            float4 v[kAtOnce];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                const int row = first + i * kStep;
-                const RowTarget target = row_target(p, piece, kRows, row0 + row);
-                if (row >= rows || !target.live) continue;
-                const float w = weights[row * stride + pieces.count];
-                store_out(p, target, quad * 4, float4{sum[i].x * w, sum[i].y * w, sum[i].z * w, sum[i].w * w});
+                const int j = j0 + i * groups;
+                const bool there = j < pieces.count;
+                const float* from = partials[there ? j : group];
+                tops[i] = __ldcg(from + tile_rows * dims + row);
+                sums[i] = __ldcg(from + tile_rows * (dims + 1) + row);
+                v[i] = __ldcg(reinterpret_cast<const float4*>(from + row * dims) + quad);
+                if (!there) tops[i] = -INFINITY, sums[i] = 0.0f;
             }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) now = fmaxf(now, tops[i]);
+            m.scale(now);
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) m.add(tops[i], sums[i], v[i]);
+        }
+        if (groups > 1) {
+            __syncthreads();  // scratch of the round before has been read
+            float* own = scratch + tid * kMergeFloats;
+            own[0] = m.top, own[1] = m.sum, own[2] = m.o.x, own[3] = m.o.y, own[4] = m.o.z, own[5] = m.o.w;
+            __syncthreads();
+#pragma unroll 1
+            for (int g = 1; g < groups && group == 0; ++g) {
+                const float* other = scratch + (g * width + tid) * kMergeFloats;
+                m.scale(fmaxf(m.top, other[0]));
+                m.add(other[0], other[1], float4{other[2], other[3], other[4], other[5]});
+            }
+        }
+        if (!mine || group > 0) continue;
+        const RowTarget target = row_target(p, piece, tile_rows, row);
+        const float w = finish_row(p, target, piece.head, m.top, m.sum, quad == 0);
+        store_out(p, target, 4 * quad, float4{m.o.x * w, m.o.y * w, m.o.z * w, m.o.w * w});
+    }
+}
+
+// The split sequences that a block holds pieces of: one that goes on from the block before, one that goes on to the next.
+struct Pending {
+    Piece pieces[2];
+    int count;
+};
+
+// What the threads of a block share about its place in the work, in dynamic shared memory.
+struct BlockWords {
+    int scratch[16];
+    int flag;
+    Worker worker;
+    Piece piece;
+    Pending pending;
+};
+static_assert(sizeof(BlockWords) <= kBlockWords);
+
+// After the partial result of `piece` is written: all threads call it. counters[first block of the sequence]: arrivals in
+// the low half, departures in the high half.
+__device__ __forceinline__ void arrive(const AttentionParams& p, const Piece& piece, Pieces pieces, Pending& pending) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        atomic_add_acq_rel(p.counters + pieces.first, 1);
+        pending.pieces[pending.count & 1] = piece;
+        ++pending.count;
+    }
+}
+
+// Once a block has no pieces left: waits for the others of each sequence it took part in (all blocks of the grid run at the
+// same time) and merges its share. The last to leave a sequence resets its counter.
+template <int kThreads>
+__device__ __forceinline__ void merge_pending(const AttentionParams& p, const Pending& pending, int length, int tile_rows, float* scratch) {
+    __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < min(pending.count, 2); ++i) {
+        const Piece& piece = pending.pieces[i];
+        const Pieces pieces = pieces_of(piece.start, piece.stop, length);
+        uint32_t* counter = p.counters + pieces.first;
+        if (threadIdx.x == 0) {
+            while ((ld_acquire(counter) & 0xffffu) < static_cast<uint32_t>(pieces.count)) spin_pause();
         }
         __syncthreads();
-    }
-}
-
-// The second launch where few sequences are split into many pieces. grid: rows of a tile x sequences x parts of kHeadDim
-// columns; 4 warps share a row's pieces. Cost: one read of the partial results.
-template <int kHeadDim>
-__global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ AttentionParams p, int tile_rows) {
-    __shared__ int scratch[16];
-    __shared__ float stats[4][2];
-    int* prefix = reinterpret_cast<int*>(dynamic_shared());
-    float* weights = reinterpret_cast<float*>(dynamic_shared() + prefix_bytes(p.batch));  // [pieces]
-    float4* sums = reinterpret_cast<float4*>(weights + (p.blocks + 3) / 4 * 4);           // [4][kHeadDim / 4]
-    constexpr int kQuads = kHeadDim / 4, kPerLane = kQuads > 32 ? kQuads / 32 : 1, kAtOnce = 8 / kPerLane;
-    const Line line = lay_out_work(p, tile_rows, prefix, scratch);
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, dims = p.v_dim, column = static_cast<int>(blockIdx.z) * kHeadDim;
-    wait_for_previous_launch();  // in every case: what comes after this launch counts on both
-    if (line.total == 0) return;
-    const int length = line.cut.length, row = blockIdx.x;
-    Piece piece;
-    int before = 0, sequence = blockIdx.y;  // sequences of the requests before piece.request
-#pragma unroll 1
-    for (piece.request = 0; piece.request < p.batch; ++piece.request) {
-        piece.keys = keys_of(p, piece.request);
-        const int tiles = row_tiles(piece.keys.nodes, p.group, tile_rows), count = tiles * p.kv_heads;
-#pragma unroll 1
-        for (; sequence < before + count; sequence += gridDim.y) {
-            const int units = padded_units(piece.keys.units, line.cut.pad), local = sequence - before;
-            const int start = prefix[piece.request] * p.kv_heads + local * units;
-            const Pieces pieces = pieces_of(start, start + units, length);
-            piece.head = local / tiles;
-            piece.tile = local - piece.head * tiles;
-            const RowTarget target = row_target(p, piece, tile_rows, row);
-            if (pieces.count == 1 || !target.live) continue;
-            const Partials partials(p, start, pieces, length, tile_rows, dims);
-            float top = -INFINITY, sum = 0.0f;
-#pragma unroll 1
-            for (int j = threadIdx.x; j < pieces.count; j += 128) {
-                const float m = __ldcg(partials[j] + tile_rows * dims + row);
-                weights[j] = m;
-                top = fmaxf(top, m);
-            }
-            top = warp_max(top);
-            if (lane == 0) stats[warp][0] = top;
-            __syncthreads();
-            top = fmaxf(fmaxf(stats[0][0], stats[1][0]), fmaxf(stats[2][0], stats[3][0]));
-            const float shift = top == -INFINITY ? 0.0f : top;
-#pragma unroll 1
-            for (int j = threadIdx.x; j < pieces.count; j += 128) {
-                const float w = exp2_approx(weights[j] - shift);
-                weights[j] = w;
-                sum += w * __ldcg(partials[j] + tile_rows * (dims + 1) + row);
-            }
-            sum = warp_sum(sum);
-            if (lane == 0) stats[warp][1] = sum;
-            __syncthreads();
-            float4 acc[kPerLane] = {};
-            if (lane < kQuads) {
-#pragma unroll 1
-                for (int j0 = warp; j0 < pieces.count; j0 += 4 * kAtOnce) {
-                    float4 v[kAtOnce][kPerLane];
-#pragma unroll
-                    for (int i = 0; i < kAtOnce; ++i) {
-                        const int j = j0 + 4 * i;
-#pragma unroll
-                        for (int c = 0; c < kPerLane; ++c) {
-                            v[i][c] = j < pieces.count
-                                ? __ldcg(reinterpret_cast<const float4*>(partials[j] + row * dims + column) + lane + 32 * c) : float4{};
-                        }
-                    }
-#pragma unroll
-                    for (int i = 0; i < kAtOnce; ++i) {
-                        const float w = j0 + 4 * i < pieces.count ? weights[j0 + 4 * i] : 0.0f;
-#pragma unroll
-                        for (int c = 0; c < kPerLane; ++c) {
-                            acc[c].x += w * v[i][c].x, acc[c].y += w * v[i][c].y, acc[c].z += w * v[i][c].z, acc[c].w += w * v[i][c].w;
-                        }
-                    }
-                }
-#pragma unroll
-                for (int c = 0; c < kPerLane; ++c) sums[warp * kQuads + lane + 32 * c] = acc[c];
-            }
-            __syncthreads();
-            if (static_cast<int>(threadIdx.x) < kQuads) {
-                const float all = (stats[0][1] + stats[1][1]) + (stats[2][1] + stats[3][1]);
-                const float factor = finish_row(p, target, piece.head, top, all, threadIdx.x == 0 && column == 0);
-                float4 v = {};
-#pragma unroll
-                for (int w = 0; w < 4; ++w) {
-                    const float4 x = sums[w * kQuads + threadIdx.x];
-                    v.x += x.x, v.y += x.y, v.z += x.z, v.w += x.w;
-                }
-                store_out(p, target, column + 4 * threadIdx.x, float4{v.x * factor, v.y * factor, v.z * factor, v.w * factor});
-            }
-            __syncthreads();
+        merge_share<kThreads>(p, piece, pieces, length, tile_rows, scratch);
+        if (threadIdx.x == 0) {
+            const uint32_t left = atomic_add_acq_rel(counter, 1u << 16) >> 16;
+            if (left + 1 == static_cast<uint32_t>(pieces.count)) *counter = 0;
         }
-        before += count;
     }
 }
-
-inline int64_t merge_smem(int64_t batch, int64_t blocks) { return prefix_bytes(batch) + (blocks + 3) / 4 * 16 + 4 * 256 * 4; }
 
 }  // namespace fv

@@ -69,6 +69,58 @@ __device__ __forceinline__ Line lay_out_work(const AttentionParams& p, int tile_
     return {total * p.kv_heads, cut};
 }
 
+constexpr int kWarpBatch = 32;  // requests that one warp lays out
+
+// f over the first `count` lanes of the warp; the others hold f's identity.
+template <class T, class F>
+__device__ __forceinline__ T few_reduce(T v, int count, F f) {
+#pragma unroll 1
+    for (int d = 1; d < count; d <<= 1) v = f(v, __shfl_xor_sync(kFullWarp, v, d));
+    return v;
+}
+
+// lay_out_work for at most kWarpBatch requests, by one warp alone: no barrier of the block.
+__device__ __forceinline__ Line lay_out_few(const AttentionParams& p, int tile_rows, int* prefix) {
+    if (p.partials == nullptr) return {0, {0, 1}};
+    const int lane = threadIdx.x & 31, count = p.batch;
+    int units = 0, rows = 0;
+    if (lane < count) {
+        const RequestKeys r = keys_of(p, lane);
+        units = r.units, rows = row_tiles(r.nodes, p.group, tile_rows);
+    }
+    const auto add = [](auto a, auto b) { return a + b; };
+    const float size = few_reduce(static_cast<float>(units) * static_cast<float>(rows), count, add);
+    const int work = few_reduce(units * rows, count, add), tiles = few_reduce(rows, count, add);
+    const int longest = few_reduce(units, count, [](int a, int b) { return max(a, b); });
+    const auto first = [](auto v) { return __shfl_sync(kFullWarp, v, 0); };
+    if (first(size) * static_cast<float>(p.kv_heads) > 1e9f) return {0, {0, 1}};
+    const Cut cut = cut_line(first(work) * p.kv_heads, first(tiles) * p.kv_heads, first(longest), p.blocks, p.least_units);
+    const int own = lane < count ? padded_units(units, cut.pad) * rows : 0;
+    int sum = own;
+#pragma unroll 1
+    for (int d = 1; d < count; d <<= 1) {
+        const int other = __shfl_up_sync(kFullWarp, sum, d);
+        if (lane >= d) sum += other;
+    }
+    const int total = __shfl_sync(kFullWarp, sum, count > 0 ? count - 1 : 0);
+    if (lane < count) prefix[lane] = sum - own;
+    if (lane == 0) prefix[count] = total;
+    __syncwarp();
+    return {total * p.kv_heads, cut};
+}
+
+// Page ids of a few short requests on their way to the L2, by all warps but the first.
+__device__ __forceinline__ void prefetch_pages(const AttentionParams& p) {
+    constexpr int kEntries = 32, kMost = 64;  // entries of a line, lines
+    const int64_t lines = (p.table_columns + kEntries - 1) / kEntries;
+    if (threadIdx.x < 32 || lines * p.batch > kMost) return;
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x) - 32; i < static_cast<int>(lines) * p.batch; i += static_cast<int>(blockDim.x) - 32) {
+        const int b = i / static_cast<int>(lines);
+        prefetch_l2(p.table + b * p.table_row + (i - b * static_cast<int>(lines)) * kEntries);
+    }
+}
+
 struct Piece {
     RequestKeys keys;
     int request, head, tile;   // tile: of tile_rows rows
@@ -142,5 +194,20 @@ struct Worker {
         return true;
     }
 };
+
+// Lays out the work and starts the worker, which thread 0 alone uses from here on. All threads call it.
+__device__ __forceinline__ void start_work(const AttentionParams& p, int tile_rows, int* prefix, int* scratch, Worker& worker) {
+    if (p.batch <= kWarpBatch) {
+        if (threadIdx.x < 32) {
+            const Line line = lay_out_few(p, tile_rows, prefix);
+            if (threadIdx.x == 0) worker.start(line);
+        } else {
+            prefetch_pages(p);
+        }
+        return;
+    }
+    const Line line = lay_out_work(p, tile_rows, prefix, scratch);
+    if (threadIdx.x == 0) worker.start(line);
+}
 
 }  // namespace fv

@@ -5,7 +5,7 @@
 // cache positions, so a latent row is read once for all heads and nodes of a tile. Per tile of 32 (16) tokens: each warp
 // scores 32 rows over a share of the 576 dims; the shares are summed while 8 rows per warp take their softmax step; then
 // each warp adds the weighted values of all rows in 64 of the 512 dims. Split sequences: as in tree_attention_kernel.cuh.
-// Cost: one read of the visible latent rows per tile of 64 (32) rows; one launch, or two.
+// Cost: one read of the visible latent rows per tile of 64 (32) rows; one launch.
 #pragma once
 #include "attention/attention_merge.cuh"
 #include "attention/mla_tile.cuh"
@@ -307,30 +307,27 @@ struct MlaAttend {
 // grid: persistent; block: 256 threads; dynamic shared memory: prefix sums, Q, ring, scores, weights (mla_launch).
 template <class T>
 __global__ void __launch_bounds__(kMlaThreads, 1) mla_tree_attention_kernel(const __grid_constant__ AttentionParams p) {
-    __shared__ int scratch[16];
-    __shared__ int flag;
-    __shared__ Worker worker;
-    __shared__ Piece piece;
     int* prefix = reinterpret_cast<int*>(dynamic_shared());
-    const Line line = lay_out_work(p, T::kRows, prefix, scratch);
-    if (threadIdx.x == 0) worker.start(line);
-    MlaAttend<T> attend(p, dynamic_shared() + prefix_bytes(p.batch));
+    BlockWords& words = *reinterpret_cast<BlockWords*>(dynamic_shared() + prefix_bytes(p.batch));
+    start_work(p, T::kRows, prefix, words.scratch, words.worker);
+    if (threadIdx.x == 0) words.pending.count = 0;
+    MlaAttend<T> attend(p, dynamic_shared() + prefix_bytes(p.batch) + kBlockWords);
 #pragma unroll 1
     for (;;) {
-        if (threadIdx.x == 0) flag = worker.next(p, prefix, T::kRows, piece);
+        if (threadIdx.x == 0) words.flag = words.worker.next(p, prefix, T::kRows, words.piece);
         __syncthreads();
-        if (!flag) break;
+        if (!words.flag) break;
+        const Piece& piece = words.piece;
         attend.run(piece);
-        const Pieces pieces = piece.stop > 0 ? pieces_of(piece.start, piece.stop, worker.length) : Pieces{0, 1};
+        const Pieces pieces = piece.stop > 0 ? pieces_of(piece.start, piece.stop, words.worker.length) : Pieces{0, 1};
         float* partial = pieces.count == 1 ? nullptr
-            : p.partials + piece_slot(blockIdx.x, piece.start, worker.length) * partial_floats(T::kRows, kLatentOut);
+            : p.partials + piece_slot(blockIdx.x, piece.start, words.worker.length) * partial_floats(T::kRows, kLatentOut);
         attend.finish(piece, partial);
-        if (partial && !p.separate_merge && last_block(p.counters + pieces.first, pieces.count, &flag)) {
-            merge_pieces<kLatentOut, T::kRows, kMlaThreads>(p, piece, pieces, worker.length, reinterpret_cast<float*>(attend.ring));
-        }
+        if (partial) arrive(p, piece, pieces, words.pending);
         __syncthreads();
     }
     clear_padding(p);
+    merge_pending<kMlaThreads>(p, words.pending, words.worker.length, T::kRows, reinterpret_cast<float*>(attend.ring));
 }
 
 }  // namespace fv

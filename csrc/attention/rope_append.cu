@@ -3,7 +3,8 @@
 // Results that are not NaN have the bits of the CPU op (rope_append_kernel.cuh says how). A row is left alone when its slot
 // is negative, or when its slot or position is out of range.
 // Cost: one read of q, k, v and of the rows' table entries, one write of q, K and V. Graph-safe.
-// Instantiations: 3 (dtype of q, k, v) and one for shapes that do not vectorise; cache and norm dtypes are uniform branches.
+// Instantiations: (dtype of q, cache) in {f32 f32, bf16 bf16, bf16 e4m3, f16 f16, f16 e4m3} x {norm, none}, and one for shapes that
+// do not vectorise and other caches: 11.
 #include <torch/csrc/stable/library.h>
 
 #include "algo/rope_plan.h"
@@ -38,6 +39,16 @@ RopeNorm norm_of(const OptTensor& t) {
     return t ? RopeNorm{t->const_data_ptr(), format_of(t->scalar_type())} : RopeNorm{nullptr, kF32};
 }
 
+using RopeKernel = void (*)(RopeParams);
+template <bool kNorm>
+RopeKernel teams_kernel(const RopeParams& p) {
+    const bool narrow = p.cache_format == kE4m3;
+    if (p.format == kF32) return p.cache_format == kF32 ? rope_append_teams_kernel<kF32, kF32, kNorm> : nullptr;
+    if (!narrow && p.cache_format != p.format) return nullptr;
+    if (p.format == kBf16) return narrow ? rope_append_teams_kernel<kBf16, kE4m3, kNorm> : rope_append_teams_kernel<kBf16, kBf16, kNorm>;
+    return narrow ? rope_append_teams_kernel<kF16, kE4m3, kNorm> : rope_append_teams_kernel<kF16, kF16, kNorm>;
+}
+
 // Whether 8 elements at a time work everywhere: alignment, and no lane on both sides of a boundary of the rotation.
 bool vectorises(const RopeParams& p) {
     return p.head_dim % kRopeEach == 0 && p.head_dim <= 32 * kRopeEach && p.rot % (p.style == 0 ? 2 * kRopeEach : kRopeEach) == 0 &&
@@ -67,7 +78,10 @@ void rope_append_cuda(Tensor q, const Tensor k, const Tensor v, const Tensor pos
 
     const Launch launch("rope_append", q);
     const dim3 block(kRopeThreads);
-    if (!vectorises(p)) {
+    const bool power_of_two = (p.head_dim & (p.head_dim - 1)) == 0;
+    p.inverse_dim = power_of_two ? 1.0f / static_cast<float>(p.head_dim) : 0.0f;
+    const RopeKernel kernel = p.q_norm.weight || p.k_norm.weight ? teams_kernel<true>(p) : teams_kernel<false>(p);
+    if (!kernel || !vectorises(p)) {
         constexpr int kWarps = kRopeThreads / 32;
         const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>(ceil_div(heads, kWarps)));
         launch.run(rope_append_any_kernel, grid, block, kWarps * static_cast<size_t>(p.head_dim) * sizeof(float), p);
@@ -77,8 +91,6 @@ void rope_append_cuda(Tensor q, const Tensor k, const Tensor v, const Tensor pos
     const int teams = kRopeThreads / p.team;
     p.q_blocks = rope_q_blocks(a.rows, ceil_div(p.q_heads, teams), ceil_div(p.kv_heads, teams), launch.props.sms);
     const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>(p.q_blocks + 2 * ceil_div(p.kv_heads, teams)));
-    const auto kernel = p.format == kF32 ? rope_append_teams_kernel<kF32>
-                        : p.format == kBf16 ? rope_append_teams_kernel<kBf16> : rope_append_teams_kernel<kF16>;
     launch.run(kernel, grid, block, 0, p);
 }
 

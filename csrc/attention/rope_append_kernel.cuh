@@ -41,7 +41,7 @@ struct RopeParams {
     int32_t q_heads, kv_heads, head_dim, rot, page_size, style;
     int32_t team, q_blocks;  // lanes of a head; blocks of a row that take q
     Format format, cache_format;
-    float eps;
+    float eps, inverse_dim;  // inverse_dim: 0 where 1 / head_dim is not exact
 };
 
 constexpr int kRopeGroups = 128;     // groups of eight in the widest head
@@ -160,8 +160,10 @@ __device__ __forceinline__ bool in_range(const RopeParams& p, int64_t slot, int3
     return slot >= 0 && slot < p.capacity && position >= 0 && position < p.max_positions;
 }
 
+// 1 / sqrt(mean + eps), each step rounded. A mean over a power of two is a product with its exact inverse.
 __device__ __forceinline__ float inverse_rms(float sum, const RopeParams& p) {
-    return 1.0f / sqrtf(sum / static_cast<float>(p.head_dim) + p.eps);
+    const float mean = p.inverse_dim > 0.0f ? sum * p.inverse_dim : sum / static_cast<float>(p.head_dim);
+    return 1.0f / sqrtf(mean + p.eps);
 }
 
 // The sum over the team's lanes (a power of two) of each lane's squares, in every lane. Whole warps call it.
@@ -213,33 +215,36 @@ struct RopeTurn {
     }
 };
 
-// grid: (rows, q_blocks + k blocks + v blocks); the heads of a kind go round its blocks' teams.
-template <Format kFormat>
-__global__ void __launch_bounds__(kRopeThreads) rope_append_teams_kernel(const RopeParams p) {
+// grid: (rows, q_blocks + k blocks + v blocks); the heads of a kind go round its blocks' teams. kNorm: q or k has a norm.
+template <Format kFormat, Format kCache, bool kNorm>
+__global__ void __launch_bounds__(kRopeThreads, kRopeResident) rope_append_teams_kernel(const __grid_constant__ RopeParams p) {
     const int64_t row = blockIdx.x;
+    const int64_t slot = p.slots[row];
+    const int32_t position = p.positions[row];
     const int teams = kRopeThreads / p.team, team = threadIdx.x / p.team, lane = threadIdx.x % p.team, i = lane * kRopeEach;
     const int y = blockIdx.y, kv_blocks = (static_cast<int>(gridDim.y) - p.q_blocks) / 2;
     const int kind = y < p.q_blocks ? 0 : y < p.q_blocks + kv_blocks ? 1 : 2;
     const int block = kind == 0 ? y : kind == 1 ? y - p.q_blocks : y - p.q_blocks - kv_blocks;
     const int step = teams * (kind == 0 ? p.q_blocks : kv_blocks);
     RopeWork work(p, kind, row);
-    const int64_t slot = p.slots[row];
-    const int32_t position = p.positions[row];
     int head = block * teams + team;
     const bool inside = i < p.head_dim;
     Eight next = {}, w = {};
     if (inside && head < work.heads) next = load_eight(work.in, kFormat, work.in_at + head * work.in_head + i);
-    if (inside && work.norm.weight) w = load_eight(work.norm.weight, work.norm.format, i);
+    if (kNorm && inside && work.norm.weight) {
+        w = work.norm.format == kFormat ? load_eight(work.norm.weight, kFormat, i) : load_eight(work.norm.weight, work.norm.format, i);
+    }
     if (!in_range(p, slot, position)) return;
 
     const RopeTurn turn(p, position, lane, i, inside && work.turns);
     work.aim(p, kind, slot);
+#pragma unroll 1
     for (int first = block * teams; first < work.heads; first += step, head += step) {
         Eight x = next;
         if (inside && head + step < work.heads) {
             next = load_eight(work.in, kFormat, work.in_at + (head + step) * work.in_head + i);
         }
-        if (work.norm.weight) {
+        if (kNorm && work.norm.weight) {
             const float r = inverse_rms(team_sum_of_squares(x, p.team), p);
             for (int j = 0; j < kRopeEach; ++j) x.v[j] = x.v[j] * r * w.v[j];
         }
@@ -249,7 +254,8 @@ __global__ void __launch_bounds__(kRopeThreads) rope_append_teams_kernel(const R
             const float scale = work.scale[head * work.scale_stride];
             for (int j = 0; j < kRopeEach; ++j) x.v[j] = x.v[j] / scale;
         }
-        store_eight(work.out, work.out_format, work.out_at + head * work.out_head + i, x);
+        if (kind == 0) store_eight(work.out, kFormat, work.out_at + head * work.out_head + i, x);
+        else store_eight(work.out, kCache, work.out_at + head * work.out_head + i, x);
     }
 }
 

@@ -5,8 +5,8 @@
 // group) against a run of cache positions, so KV is read once per kv head where nodes x group <= tile_rows. Tiles of 64
 // tokens (32 for head_dim 256) pass through a ring of stages; the running softmax is kept per warp in the exp2 domain;
 // warps that share a tile's tokens are merged at the end of the piece. Tiles inside the prefix have no mask code; in the
-// others each row tests 64 bits of visible_positions(). Split sequences: partial results, merged in key order by the
-// block that comes last, or by merge_kernel. Cost: one read of the visible KV per row tile; one launch, or two.
+// others each row tests 64 bits of visible_positions(). Split sequences: partial results, which the blocks that made them
+// merge together once all are there (attention_merge.cuh). Cost: one read of the visible KV per row tile; one launch.
 #pragma once
 #include <type_traits>
 
@@ -445,31 +445,28 @@ struct Attend {
 
 // grid: persistent; block: 128 threads; dynamic shared memory: prefix sums, Q, ring (attention_launch).
 template <class T>
-__global__ void __launch_bounds__(128, 2) tree_attention_kernel(const __grid_constant__ AttentionParams p) {
-    __shared__ int scratch[16];
-    __shared__ int flag;
-    __shared__ Worker worker;
-    __shared__ Piece piece;
+__global__ void __launch_bounds__(128, most_blocks(T::kHeadDim, T::kRows, T::Kv::kBytes)) tree_attention_kernel(const __grid_constant__ AttentionParams p) {
     int* prefix = reinterpret_cast<int*>(dynamic_shared());
-    const Line line = lay_out_work(p, T::kRows, prefix, scratch);
-    if (threadIdx.x == 0) worker.start(line);
-    Attend<T> attend(p, dynamic_shared() + prefix_bytes(p.batch));
+    BlockWords& words = *reinterpret_cast<BlockWords*>(dynamic_shared() + prefix_bytes(p.batch));
+    start_work(p, T::kRows, prefix, words.scratch, words.worker);
+    if (threadIdx.x == 0) words.pending.count = 0;
+    Attend<T> attend(p, dynamic_shared() + prefix_bytes(p.batch) + kBlockWords);
 #pragma unroll 1
     for (;;) {
-        if (threadIdx.x == 0) flag = worker.next(p, prefix, T::kRows, piece);
+        if (threadIdx.x == 0) words.flag = words.worker.next(p, prefix, T::kRows, words.piece);
         __syncthreads();
-        if (!flag) break;
+        if (!words.flag) break;
+        const Piece& piece = words.piece;
         attend.run(piece);
-        const Pieces pieces = piece.stop > 0 ? pieces_of(piece.start, piece.stop, worker.length) : Pieces{0, 1};
+        const Pieces pieces = piece.stop > 0 ? pieces_of(piece.start, piece.stop, words.worker.length) : Pieces{0, 1};
         float* partial = pieces.count == 1 ? nullptr
-            : p.partials + piece_slot(blockIdx.x, piece.start, worker.length) * partial_floats(T::kRows, T::kHeadDim);
+            : p.partials + piece_slot(blockIdx.x, piece.start, words.worker.length) * partial_floats(T::kRows, T::kHeadDim);
         attend.finish(piece, partial);
-        if (partial && !p.separate_merge && last_block(p.counters + pieces.first, pieces.count, &flag)) {
-            merge_pieces<T::kHeadDim, T::kRows>(p, piece, pieces, worker.length, reinterpret_cast<float*>(attend.ring));
-        }
+        if (partial) arrive(p, piece, pieces, words.pending);
         __syncthreads();
     }
     clear_padding(p);
+    merge_pending<T::kThreads>(p, words.pending, words.worker.length, T::kRows, reinterpret_cast<float*>(attend.ring));
 }
 
 }  // namespace fv

@@ -3,7 +3,7 @@
 //
 // One warpgroup per 64 packed rows, one or two of them share the tiles of 64 tokens that pass through a ring of stages. Scores
 // and values stay in the registers of the row's warp, so the running softmax needs no other warp. fp8 tiles are converted to
-// f16 once per block, in shared memory. Cost: one read of the visible KV per 64 or 128 rows; one launch, or two.
+// f16 once per block, in shared memory. Cost: one read of the visible KV per 64 or 128 rows; one launch.
 #pragma once
 #include "attention/tree_attention_kernel.cuh"
 #include "common/wgmma.cuh"
@@ -223,30 +223,26 @@ __global__ void __launch_bounds__(T::kThreads, T::kRows == 64 ? 2 : 1) tree_atte
     unsigned char* shared = dynamic_shared_aligned();
     unsigned char* rest = shared + T::kQBytes + T::kWideBytes + p.stages * T::kStage + T::kRows * 8;
     int* prefix = reinterpret_cast<int*>(rest);
-    int* scratch = reinterpret_cast<int*>(rest + prefix_bytes(p.batch));
-    int* flag = scratch + 16;
-    Worker& worker = *reinterpret_cast<Worker*>(scratch + 18);
-    Piece& piece = *reinterpret_cast<Piece*>(scratch + 26);
-    static_assert(sizeof(Worker) <= 32 && 4 * 26 + sizeof(Piece) <= kWgmmaWords);
-    const Line line = lay_out_work(p, T::kRows, prefix, scratch);
-    if (threadIdx.x == 0) worker.start(line);
+    BlockWords& words = *reinterpret_cast<BlockWords*>(rest + prefix_bytes(p.batch));
+    start_work(p, T::kRows, prefix, words.scratch, words.worker);
+    if (threadIdx.x == 0) words.pending.count = 0;
     AttendWgmma<T> attend(p, shared);
 #pragma unroll 1
     for (;;) {
-        if (threadIdx.x == 0) *flag = worker.next(p, prefix, T::kRows, piece);
+        if (threadIdx.x == 0) words.flag = words.worker.next(p, prefix, T::kRows, words.piece);
         __syncthreads();
-        if (!*flag) break;
+        if (!words.flag) break;
+        const Piece& piece = words.piece;
         attend.run(piece);
-        const Pieces pieces = piece.stop > 0 ? pieces_of(piece.start, piece.stop, worker.length) : Pieces{0, 1};
+        const Pieces pieces = piece.stop > 0 ? pieces_of(piece.start, piece.stop, words.worker.length) : Pieces{0, 1};
         float* partial = pieces.count == 1 ? nullptr
-            : p.partials + piece_slot(blockIdx.x, piece.start, worker.length) * partial_floats(T::kRows, T::kHeadDim);
+            : p.partials + piece_slot(blockIdx.x, piece.start, words.worker.length) * partial_floats(T::kRows, T::kHeadDim);
         attend.finish(piece, partial);
-        if (partial && !p.separate_merge && last_block(p.counters + pieces.first, pieces.count, flag)) {
-            merge_pieces<T::kHeadDim, T::kRows, T::kThreads>(p, piece, pieces, worker.length, reinterpret_cast<float*>(attend.ring));
-        }
+        if (partial) arrive(p, piece, pieces, words.pending);
         __syncthreads();
     }
     clear_padding(p);
+    merge_pending<T::kThreads>(p, words.pending, words.worker.length, T::kRows, reinterpret_cast<float*>(attend.ring));
 }
 
 }  // namespace fv

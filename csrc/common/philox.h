@@ -16,18 +16,20 @@ struct Philox4 {
     uint32_t v[4];
 };
 
+constexpr uint32_t kPhiloxStepLo = 0x9E3779B9u, kPhiloxStepHi = 0xBB67AE85u;  // of the keys, from round to round
+
+FV_HD void philox_round(uint32_t* c0, uint32_t* c1, uint32_t* c2, uint32_t* c3, uint32_t k0, uint32_t k1) {
+    const uint64_t p0 = static_cast<uint64_t>(*c0) * 0xD2511F53u;
+    const uint64_t p1 = static_cast<uint64_t>(*c2) * 0xCD9E8D57u;
+    *c0 = static_cast<uint32_t>(p1 >> 32) ^ *c1 ^ k0;
+    *c2 = static_cast<uint32_t>(p0 >> 32) ^ *c3 ^ k1;
+    *c1 = static_cast<uint32_t>(p1);
+    *c3 = static_cast<uint32_t>(p0);
+}
+
 template <int kRounds = kPhiloxRounds>
 FV_HD Philox4 philox4x32(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
-    for (int r = 0; r < kRounds; ++r) {
-        const uint64_t p0 = static_cast<uint64_t>(c0) * 0xD2511F53u;
-        const uint64_t p1 = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
-        c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
-        c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
-        c1 = static_cast<uint32_t>(p1);
-        c3 = static_cast<uint32_t>(p0);
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
+    for (int r = 0; r < kRounds; ++r, k0 += kPhiloxStepLo, k1 += kPhiloxStepHi) philox_round(&c0, &c1, &c2, &c3, k0, k1);
     return Philox4{{c0, c1, c2, c3}};
 }
 

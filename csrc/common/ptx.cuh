@@ -61,6 +61,22 @@ __device__ __forceinline__ void mma_16816_f16(float (&d)[4], const uint32_t (&a)
 }
 
 // ---- arithmetic -------------------------------------------------------------------------------------------
+// The larger; NaN if one of the two is. Of a pair of 16-bit floats in a word: each half for itself.
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+__device__ __forceinline__ uint32_t max_nan_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ uint32_t max_nan_f16x2(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
 // 2^x, relative error below 2^-22; -inf gives 0.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
@@ -118,6 +134,20 @@ __device__ __forceinline__ uint4 load_streaming_16(const void* p) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
+
+// 16 bytes that other blocks of the device write or read meanwhile; only each 8-byte half is known to arrive whole.
+__device__ __forceinline__ uint4 ld_relaxed_gpu_16(const void* p) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ void st_relaxed_gpu_16(void* p, uint4 v) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+// Orders this thread's accesses before it, and what it has seen of others', with those after it, over the device.
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // x, of which the compiler knows nothing: what is made from it is computed here, not kept in registers from afar.
 __device__ __forceinline__ uint32_t opaque(uint32_t x) {

@@ -82,9 +82,8 @@ __device__ __forceinline__ void move_columns(const CompactArgs& a, const Layers&
 
 template <class Layers>
 __device__ __forceinline__ void move_rows(
-    const CompactArgs& a, const Layers& layers, int64_t b, const int32_t* path, int32_t length, uint32_t block) {
+    const CompactArgs& a, const Layers& layers, int64_t b, const int32_t* path, int32_t length, int64_t prefix, uint32_t block) {
     __shared__ MoveTile tile;
-    const int64_t prefix = a.prefix_len[b];
     const int32_t* const table = a.page_table + b * a.table_stride;
     for (int32_t start = compact_first_move(path, length); start < length; start += kPathTile) {
         const int moves = length - start < kPathTile ? length - start : kPathTile;
@@ -146,14 +145,22 @@ __device__ __forceinline__ int32_t request_length(const CompactArgs& a, int64_t 
 }
 
 // request_length by one warp, 32 entries at a time: the first that is not above its predecessor, or not a node, ends it.
+// The first 32 are loaded together with the count, not after it.
 __device__ __forceinline__ int32_t warp_length(const CompactArgs& a, int64_t b) {
     const int32_t* const path = a.path + b * a.depth;
     const int lane = threadIdx.x & 31;
+    int32_t at = lane < a.depth ? lane : a.depth - 1;
+    int32_t entry = at >= 0 ? path[at] : 0, last = at > 0 ? path[at - 1] : -1;
+    const int32_t count = a.num_tokens_out[b];
     const int64_t nodes = a.cu_nodes ? static_cast<int64_t>(a.cu_nodes[b + 1]) - a.cu_nodes[b] : INT32_MAX;
-    const int32_t count = a.num_tokens_out[b], limit = count < a.depth ? count : a.depth;
+    const int32_t limit = count < a.depth ? count : a.depth;
     for (int32_t first = 0; first < limit; first += 32) {
-        const int32_t i = first + lane, at = i < a.depth ? i : a.depth - 1;
-        const int32_t entry = path[at], last = at > 0 ? path[at - 1] : -1;
+        const int32_t i = first + lane;
+        if (first > 0) {
+            at = i < a.depth ? i : a.depth - 1;
+            entry = path[at];
+            last = path[at - 1];
+        }
         const uint32_t ends = __ballot_sync(kFullWarp, i < limit && (entry <= last || entry >= nodes));
         if (ends) return first + __ffs(static_cast<int>(ends)) - 1;
     }
@@ -166,9 +173,10 @@ __global__ void __launch_bounds__(kCompactThreads, 4) compact_kernel(const Compa
     const uint32_t per_request = a.move_blocks + a.aux_blocks, block = blockIdx.x % per_request;
     const int64_t b = blockIdx.x / per_request;
     const int32_t* const path = a.path + b * a.depth;
+    const int64_t prefix = a.prefix_len[b];  // asked for together with the path
     const int32_t length = warp_length(a, b);
     if (block < a.move_blocks) {
-        move_rows(a, layers, b, path, length, block);
+        move_rows(a, layers, b, path, length, prefix, block);
         return;
     }
     int64_t before = 0, total = 0;

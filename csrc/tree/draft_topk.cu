@@ -20,7 +20,9 @@ namespace {
 constexpr int kThreads = 1024;
 constexpr int kGroups = kThreads / 8;
 constexpr int kCandidates = 256;
+constexpr int kWarps = kThreads / 32;
 static_assert(kGroups >= kMaxBeam, "the bound needs k group maxima");
+static_assert(kThreads / kGroups >= kTreeCluster, "a thread of a group for every block of a cluster");
 
 struct Float {
     using Storage = float;
@@ -90,11 +92,23 @@ constexpr float kFloatMax = 3.402823466e+38f;
 __device__ __forceinline__ float finite_or_lowest(float x) { return x <= kFloatMax ? x : minus_infinity(); }
 
 struct TopkShared {
-    uint64_t keys[kCandidates], inbox[kTreeCluster][kCandidates], masses[kTreeCluster], sums[33];
+    uint64_t keys[kCandidates], masses[kTreeCluster * kWarps];  // of the first block: what all blocks have found
     float group_max[kGroups], maxima[kTopkMaxima], top, bound;  // maxima: the k largest group maxima of every block
-    uint32_t counts[kTreeCluster], found;
+    uint32_t found;
     SelectShared select;
 };
+
+// The rank of x[i] among `count` values, larger first, then lower index, by kShare neighbouring threads: all get it.
+template <int kShare>
+__device__ __forceinline__ int rank_of(const float* x, int count, int i) {
+    const float own = i < count ? x[i] : 0.0f;
+    int rank = 0;
+#pragma unroll 4
+    for (int g = static_cast<int>(threadIdx.x) % kShare; g < count; g += kShare) rank += x[g] > own || (x[g] == own && g < i);
+#pragma unroll
+    for (int d = kShare / 2; d > 0; d >>= 1) rank += __shfl_xor_sync(kFullWarp, rank, d);
+    return rank;
+}
 
 template <class Type>
 __global__ void __launch_bounds__(kThreads) draft_topk_kernel(
@@ -136,28 +150,28 @@ __global__ void __launch_bounds__(kThreads) draft_topk_kernel(
     if (t % 8 == 0) s.group_max[t / 8] = best;
     if (t == 0) s.found = 0;
     cluster_barrier();  // all blocks have started: their memory may be written
-    if (t < kGroups) {
-        const float own = s.group_max[t];
-        int rank = 0;
-#pragma unroll 8
-        for (int g = 0; g < kGroups; ++g) rank += s.group_max[g] > own || (s.group_max[g] == own && g < t);
-        for (int d = 0; d < blocks && rank < k; ++d) cluster_map(s.maxima, static_cast<uint32_t>(d))[own_rank * k + rank] = own;
+    {
+        constexpr int kShare = kThreads / kGroups;
+        const int group = t / kShare, rank = rank_of<kShare>(s.group_max, kGroups, group);
+        if (rank < k && t % kShare < blocks) {  // one thread for each block that is told (at most 8)
+            cluster_map(s.maxima, static_cast<uint32_t>(t % kShare))[own_rank * k + rank] = s.group_max[group];
+        }
     }
     cluster_barrier();
-    if (t < blocks * k) {
-        const float own = s.maxima[t];
-        int rank = 0;
-#pragma unroll 4
-        for (int g = 0; g < blocks * k; ++g) rank += s.maxima[g] > own || (s.maxima[g] == own && g < t);
-        if (rank == 0) s.top = own;
-        if (rank == k - 1) s.bound = own;
+    {
+        constexpr int kShare = kThreads / kTopkMaxima;
+        const int i = t / kShare, rank = rank_of<kShare>(s.maxima, blocks * k, i);
+        if (i < blocks * k && rank == 0) s.top = s.maxima[i];
+        if (i < blocks * k && rank == k - 1) s.bound = s.maxima[i];
     }
     __syncthreads();
 
+    TopkShared& leader = *cluster_map(&s, 0);  // the first block's
     const float top = s.top, bound = s.bound;
     const bool empty = top == minus_infinity();
     const float finite_top = empty ? 0.0f : top;
     uint64_t mass = 0;
+    bool full = false;
     each_run<Type, 4>(row, n, own_rank, blocks, [&](const float (&raw)[kPer], int count, int first) {
         float x[kPer], largest = minus_infinity();
 #pragma unroll
@@ -166,38 +180,23 @@ __global__ void __launch_bounds__(kThreads) draft_topk_kernel(
             mass += mass_of(x[j], finite_top);  // 0 for -inf
             largest = fmaxf(largest, x[j]);
         }
-        if (largest >= bound) {
+        if (largest >= bound && !full) {
 #pragma unroll
             for (int j = 0; j < kPer; ++j) {
                 if (j >= count || x[j] < bound) continue;
-                const uint32_t at = atomicAdd(&s.found, 1u);
-                if (at < kCandidates) s.keys[at] = short_key(ordered_bits(x[j] + 0.0f), static_cast<uint32_t>(first + j));
+                const uint32_t at = atomicAdd(&leader.found, 1u);
+                full = at >= kCandidates;
+                if (full) break;
+                leader.keys[at] = short_key(ordered_bits(x[j] + 0.0f), static_cast<uint32_t>(first + j));
             }
         }
     });
-    mass = block_reduce(mass, [](uint64_t a, uint64_t b) { return a + b; }, s.sums);
-
-    // to the first block
-    TopkShared& leader = *cluster_map(&s, 0);
-    if (t < kCandidates && t < s.found) leader.inbox[own_rank][t] = s.keys[t];
-    if (t == 0) {
-        leader.counts[own_rank] = s.found;
-        leader.masses[own_rank] = mass;
-    }
+    mass = warp_sum(mass);
+    if (t % 32 == 0) leader.masses[own_rank * kWarps + t / 32] = mass;
     cluster_barrier();
     if (own_rank != 0) return;
-    uint32_t count = 0;
-    bool fits = true;
-    mass = 0;
-    for (int d = 0; d < blocks; ++d) {
-        const uint32_t more = s.counts[d];
-        if (t < more && count + t < kCandidates) s.keys[count + t] = s.inbox[d][t < kCandidates ? t : 0];
-        count += more;
-        fits = fits && more <= kCandidates && count <= kCandidates;
-        mass += s.masses[d];
-    }
-    __syncthreads();
-    if (!fits) {
+    uint32_t count = s.found;
+    if (count > kCandidates) {
         const auto each_key = [&](const auto& f) {
             each_run<Type, 1>(row, n, 0, 1, [&](const float (&x)[kPer], int run, int first) {
 #pragma unroll
@@ -216,6 +215,10 @@ __global__ void __launch_bounds__(kThreads) draft_topk_kernel(
         __syncthreads();
         count = static_cast<uint32_t>(k);
     }
+    if (t - t % 32 >= count) return;  // whole warps, for the sum
+    mass = 0;
+    for (int w = t % 32; w < blocks * kWarps; w += 32) mass += s.masses[w];
+    mass = warp_sum(mass);
     if (t >= count) return;
     const uint64_t key = s.keys[t];
     int rank = 0;

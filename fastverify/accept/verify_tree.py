@@ -57,17 +57,17 @@ class Verified(NamedTuple):
 
 
 _op = None
-_LANES = 16  # csrc/algo/verify_plan.h kMaxLanes
+_BLOCKS = 256  # csrc/algo/verify_plan.h kTeamBlocks
 
 
-def verify_tree_workspace_bytes(batch: int, rows: int) -> int:
-    """Bytes of verify_tree's workspace for `batch` requests and `rows` node rows, whatever the vocabulary and the device."""
-    return -(-4 * batch // 128) * 128 + rows * (8 * _LANES + 4)
+def verify_tree_workspace_bytes(batch: int) -> int:
+    """Bytes of verify_tree's workspace for at most `batch` requests, whatever the trees, the vocabulary and the device."""
+    return 128 + 32 * 28 * 2 * _BLOCKS + 16 * 16 * _BLOCKS + 16 * 4 * _BLOCKS * 128 + 8 * 3 * 1024 * min(batch, 128)
 
 
-def verify_tree_workspace(batch: int, rows: int, device: "torch.device | str" = "cuda") -> torch.Tensor:
-    """Workspace for verify_tree: uint8, zero. Every call leaves its counters zero, so it is made once and reused."""
-    return torch.zeros(verify_tree_workspace_bytes(batch, rows), dtype=torch.uint8, device=device)
+def verify_tree_workspace(batch: int, device: "torch.device | str" = "cuda") -> torch.Tensor:
+    """Workspace for verify_tree: uint8, zero. Made once for the largest batch, used by one stream; calls of any shape may share it."""
+    return torch.zeros(verify_tree_workspace_bytes(batch), dtype=torch.uint8, device=device)
 
 
 def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, cu_nodes: torch.Tensor,
@@ -93,8 +93,8 @@ def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tenso
         penalties   float32 [B, 3] repetition, frequency, presence; counts int32 [B, vocab] (in/out) of emitted tokens,
                     the root included; drafted ancestors of a node are counted on top of it
         out         a Verified to write into (else allocated with max_path columns, default number of rows)
-        workspace   verify_tree_workspace(batch, rows), one per stream (GPU only): lets several teams of blocks take all rows of
-                    a small batch at once, which is faster there; without it only visited rows are read, by one team per request
+        workspace   verify_tree_workspace(batch), one per stream (GPU only): through it the blocks that share a request agree.
+                    Made per call if missing; the op itself, called without one, works with one block per request
     Order of processors: penalties, bias, bitmask, temperature, top-k, top-p, min-p; ties at a cut are kept.
     A malformed tree, an id outside the vocabulary, NaN rows: flags, with a defined result; never a hang.
     Errors: RuntimeError "verify_tree: argument must be ...". Cost: logits of the accepted path read once (GPU: of all rows
@@ -109,6 +109,8 @@ def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tenso
         _ops.require_kernel("verify_tree", logits.device)
     if out is None:
         out = Verified.empty(cu_nodes.numel() - 1, min(max_path or logits.shape[0], 1024), logits.device, logprobs)
+    if workspace is None and logits.device.type == "cuda":
+        workspace = verify_tree_workspace(cu_nodes.numel() - 1, logits.device)
     _op(logits, tokens, parents, cu_nodes, prefix_len, active, remaining, stop_ids, sampling.temperature, sampling.top_k,
         sampling.top_p, sampling.min_p, sampling.seed, bias, bitmask, penalties, counts, out.out_tokens,
         out.num_tokens_out, out.path, out.next_root, out.flags, out.logprobs, workspace,

@@ -40,8 +40,7 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     and the workspace is exact_workspace_for's. The CPU op is always exact; the Triton version refuses it.
     Errors: RuntimeError for shapes, dtypes, devices; on the CPU also for bad cu_nodes, prefix_len or page ids, which the
     CUDA kernel clamps.
-    Cost: one read of the visible KV per 96 rows of a kv head (CUDA: per 128 rows, 64 for head_dim 256); one launch, or two
-    where few sequences are split. Graph-safe when out and workspace are given.
+    Cost: one read of the visible KV per 96 rows of a kv head (CUDA: per 128 rows, 64 for head_dim 256); one launch (exact: two). Graph-safe when out and workspace are given.
     Source: online softmax over tiles (Milakov, Gimelshein 2018; FlashAttention-2, Dao 2023); split by equal ranges (stream-K,
     Osama et al. 2023).
     """

@@ -10,7 +10,7 @@ COUNTER_BYTES = 4096  # csrc/algo/attention_plan.h
 def workspace_bytes(rows: int, batch: int, q_heads: int, kv_heads: int, head_dim: int, sms: int) -> int:
     """Bytes that suffice for every call with these sizes on a GPU of `sms` multiprocessors (csrc/algo/attention_plan.h)."""
     wide, want = head_dim > 128, -(-rows // max(batch, 1)) * (q_heads // kv_heads)
-    tile, most = (32, 64) if wide else (64 if head_dim == 128 else 16, 128)
+    tile, most = (32, 64) if wide else (64 if head_dim == 128 else 32, 128)
     while tile < min(want, most):
         tile *= 2
     return COUNTER_BYTES + 4 * sms * tile * (head_dim + 2) * 4
@@ -19,7 +19,8 @@ def workspace_bytes(rows: int, batch: int, q_heads: int, kv_heads: int, head_dim
 def exact_workspace_bytes(rows: int, q_heads: int, kv_heads: int, head_dim: int, capacity: int) -> int:
     """Bytes of tree_attention(exact=True): a partial result per row, head and 1024 positions that the page table can hold."""
     group, tile = q_heads // kv_heads, 32 if head_dim > 128 else 16
-    return COUNTER_BYTES + rows * kv_heads * -(-group // tile) * max(1, -(-capacity // 1024)) * min(group, tile) * (head_dim + 2) * 4
+    partial = -(-min(group, tile) * (head_dim + 2) // 4) * 16
+    return COUNTER_BYTES + rows * kv_heads * -(-group // tile) * max(1, -(-capacity // 1024)) * partial
 
 
 def exact_workspace_for(q: torch.Tensor, k_cache: torch.Tensor, page_table: torch.Tensor) -> Optional[torch.Tensor]:
@@ -32,8 +33,7 @@ def exact_workspace_for(q: torch.Tensor, k_cache: torch.Tensor, page_table: torc
 
 def mla_workspace_bytes(rows: int, batch: int, heads: int, out_dim: int, sms: int) -> int:
     """Bytes that suffice for every call of mla_tree_attention with these sizes (csrc/algo/mla_plan.h)."""
-    tile = 64 if -(-rows // max(batch, 1)) * heads > 32 else 32
-    return COUNTER_BYTES + 2 * sms * tile * (out_dim + 2) * 4
+    return COUNTER_BYTES + 2 * sms * 64 * (out_dim + 2) * 4
 
 
 def mla_workspace_for(q: torch.Tensor, batch: int, out_dim: int = 512) -> Optional[torch.Tensor]:

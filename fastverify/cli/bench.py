@@ -25,7 +25,7 @@ def add_parser(commands) -> argparse.ArgumentParser:
     run_ = kinds.add_parser("run", help="ops or stages, all without a name")
     run_.add_argument("names", nargs="*", metavar="OP|STAGE")
     step = kinds.add_parser("step", help="a whole verify step, stage by stage and in one run")
-    step.add_argument("--model", metavar="NAME,...", help="smollm2-135m, llama3-8b, ... (default: what the device can hold)")
+    step.add_argument("--model", metavar="NAME,...", help="smollm2-135m, llama-3-8b, ... (default: what the device can hold)")
     for p in (run_, step):
         for flag, kw in FLAGS.items():
             p.add_argument(flag, **kw)

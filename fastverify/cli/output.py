@@ -1,6 +1,7 @@
 """What the user sees: colours and progress on a terminal, plain text in a pipe. Results to stdout, the rest to stderr."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -17,12 +18,19 @@ def _is_terminal(stream) -> bool:
 class Output:
     """One command's output. json_only: nothing but one JSON object may reach stdout.
 
-    NO_COLOR (any value) turns colours and styles off; the table's frame stays.
+    NO_COLOR (any value) turns colours and styles off; the table's frame stays. Without rich a terminal gets plain text, and one line
+    that says so.
     """
+
+    _said = False
 
     def __init__(self, json_only: bool = False) -> None:
         self.json_only = json_only
         self.out_terminal, self.err_terminal = _is_terminal(sys.stdout), _is_terminal(sys.stderr)
+        self.rich = importlib.util.find_spec("rich") is not None
+        if not self.rich and self.err_terminal and not Output._said:
+            Output._said = True
+            self.note("rich is not installed: plain text, no progress bars (pip install rich)")
         self._at_line_start = True
 
     # ---- stdout ------------------------------------------------------------------------------------------------------
@@ -44,7 +52,7 @@ class Output:
         """One line of results."""
         if self.json_only:
             return
-        if self.out_terminal and style:
+        if self.out_terminal and self.rich and style:
             self._console().print(text, style=style, markup=False, soft_wrap=True)
         else:
             print(text, flush=True)
@@ -62,7 +70,7 @@ class Output:
         """header and rows of strings; the first `left` columns are aligned left, the others right. "" in a row: empty."""
         if self.json_only:
             return
-        if not self.out_terminal:
+        if not (self.out_terminal and self.rich):
             if title:
                 print(title)
             for cells in plain_table(header, rows, left):
@@ -87,7 +95,7 @@ class Output:
     @contextlib.contextmanager
     def status(self, text: str) -> Iterator[None]:
         """A spinner on a terminal, nothing in a pipe."""
-        if not self.err_terminal:
+        if not (self.err_terminal and self.rich):
             yield
             return
         with self._console(err=True).status(text):
@@ -96,7 +104,7 @@ class Output:
     @contextlib.contextmanager
     def progress(self, text: str, total: int, bytes_: bool = False) -> Iterator[Callable]:
         """A progress bar on a terminal, nothing in a pipe. Yields update(done, text=None, total=None)."""
-        if not self.err_terminal:
+        if not (self.err_terminal and self.rich):
             yield lambda done, text=None, total=None: None
             return
         from rich import progress as p

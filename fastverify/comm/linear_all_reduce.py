@@ -8,6 +8,8 @@ from ..models.linear import linear
 from .all_reduce import all_reduce
 
 ONE_PIECE = ("rows", 1)
+KINDS = ("rows", "columns", "growing")
+GRAIN = 128  # columns: growing pieces are whole tiles of a product
 
 
 def split_for(rows: int, n: int, measured: list, overlap_rows: int) -> tuple:
@@ -24,6 +26,16 @@ def split_for(rows: int, n: int, measured: list, overlap_rows: int) -> tuple:
     return ("columns", 4) if n % 64 == 0 else ("rows", max(1, min(4, rows // 128)))
 
 
+def column_widths(n: int, kind: str, pieces: int) -> list:
+    """Columns of each piece. "columns": equal. "growing": each twice the one before, in whole GRAINs, so that little is exposed
+    before the first sum and every sum covers the next product. Pure."""
+    if kind == "columns":
+        return [n // pieces] * pieces
+    units, whole = n // GRAIN, (1 << pieces) - 1
+    widths = [max(1, round(units * (1 << i) / whole)) * GRAIN for i in range(pieces - 1)]
+    return [*widths, n - sum(widths)]
+
+
 def shape_name(n: int, k: int, dtype: torch.dtype) -> str:
     return f"{n},{k},{str(dtype).removeprefix('torch.')}"
 
@@ -34,11 +46,13 @@ def cut(rows: int, weight: torch.Tensor, comm, split: Optional[tuple] = None) ->
     n = weight.shape[0]
     measured = comm.splits.get(shape_name(n, weight.shape[1], weight.dtype)) if comm.splits else None
     kind, pieces = split or split_for(rows, n, measured or [], comm.overlap_rows)
-    if kind not in ("rows", "columns") or pieces < 1 or (kind == "columns" and n % pieces):
-        raise ValueError(f"linear_all_reduce: split must be (\"rows\"|\"columns\", pieces), columns a multiple of pieces; got "
-                         f"{(kind, pieces)} for {n} columns. Fix: leave it out.")
+    if (kind not in KINDS or pieces < 1 or (kind == "columns" and n % pieces) or
+            (kind == "growing" and (pieces > 6 or n < GRAIN << pieces))):
+        raise ValueError(f"linear_all_reduce: split must be (\"rows\"|\"columns\"|\"growing\", pieces) that the columns can be cut into; "
+                         f"got {(kind, pieces)} for {n} columns. Fix: leave it out.")
     largest = max(1, comm.largest_bytes // (n * weight.element_size()))  # rows of one sum
-    if -(-rows // pieces) > largest:
+    share = -(-rows // pieces) if kind != "growing" else -(-rows * max(column_widths(n, kind, pieces)) // n)
+    if share > largest:
         kind, pieces = "rows", -(-rows // largest)
     return kind, pieces
 
@@ -53,7 +67,8 @@ def linear_all_reduce(x: torch.Tensor, weight: torch.Tensor, comm, bias: Optiona
     """Sum over ranks of x @ weight.T (+ bias): what a row-parallel layer owes the residual stream.
 
     x [R, K / W] and weight [N, K / W] of this rank; bias [N] on one rank only (it is summed). residual [R, N]: the sum is added to
-        it, in place, and it is returned. split: ("columns"|"rows", pieces), None: what the tuner found for (N, K / W), else a rule.
+        it, in place, and it is returned. split: ("columns"|"growing"|"rows", pieces), None: what the tuner found for (N, K / W), else
+        a rule.
     Returns [R, N], the same bits on every rank for equal splits.
 
     On CUDA each piece's sum runs on the communicator's side stream while the next piece's product runs on the current one; both
@@ -64,8 +79,8 @@ def linear_all_reduce(x: torch.Tensor, weight: torch.Tensor, comm, bias: Optiona
     """
     rows, n = x.shape[0], weight.shape[0]
     kind, pieces = cut(rows, weight, comm, split)
-    if kind == "columns" and pieces > 1:
-        return _by_columns(x, weight, comm, bias, pieces, residual)
+    if kind != "rows" and pieces > 1:
+        return _by_columns(x, weight, comm, bias, column_widths(n, kind, pieces), residual)
     step = -(-rows // pieces) if rows else 1
     if step >= rows:
         y = linear(x, weight, bias)
@@ -77,18 +92,18 @@ def linear_all_reduce(x: torch.Tensor, weight: torch.Tensor, comm, bias: Optiona
     return out if residual is None else residual.add_(out)
 
 
-def _by_columns(x, weight, comm, bias, pieces: int, residual) -> torch.Tensor:
+def _by_columns(x, weight, comm, bias, widths: list, residual) -> torch.Tensor:
     rows, n = x.shape[0], weight.shape[0]
-    width = n // pieces
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device) if residual is None else residual
-    sums = torch.empty(pieces, rows, width, dtype=x.dtype, device=x.device)
+    flat = torch.empty(rows * n, dtype=x.dtype, device=x.device)
+    ends = [sum(widths[:i + 1]) for i in range(len(widths))]
+    sums = [flat[rows * (end - w):rows * end].view(rows, w) for w, end in zip(widths, ends)]
 
     def put(i: int) -> None:  # while the next sums travel
-        columns = out[:, i * width:(i + 1) * width]
+        columns = out[:, ends[i] - widths[i]:ends[i]]
         columns.copy_(sums[i]) if residual is None else columns.add_(sums[i])
-    parts = [(lambda i=i: linear(x, weight[i * width:(i + 1) * width], None if bias is None else bias[i * width:(i + 1) * width]))
-             for i in range(pieces)]
-    overlapped(parts, list(sums.unbind(0)), comm, put)
+    parts = [(lambda a=end - w, b=end: linear(x, weight[a:b], None if bias is None else bias[a:b])) for w, end in zip(widths, ends)]
+    overlapped(parts, sums, comm, put)
     return out
 
 

@@ -22,7 +22,7 @@ CALLS, REPLAYS = 16, 7
 SMALLEST = 4096      # bytes: below it every way costs a launch and a hop
 CLEARLY = 0.95       # NCCL must be this much faster to be chosen: its sums may round elsewhere
 LINEAR_ROWS = (64, 128, 256, 512, 1024, 2048)
-SPLITS = (("rows", 1), ("columns", 2), ("columns", 4), ("columns", 8), ("rows", 2), ("rows", 4))
+SPLITS = (("rows", 1), ("columns", 2), ("columns", 4), ("growing", 3), ("growing", 4), ("rows", 2), ("rows", 4))
 
 
 def best_split(sizes: list, low: list, high: list) -> int:
@@ -190,7 +190,7 @@ def tune_linear(comm, n: int, k: int, dtype: torch.dtype, rows: tuple = LINEAR_R
 
     Collective; once per shape, at load time. k may differ between ranks. Memory: one weight and max(rows) rows of input and
     output."""
-    from .linear_all_reduce import linear_all_reduce, shape_name
+    from .linear_all_reduce import GRAIN, linear_all_reduce, shape_name
     if getattr(comm, "plan", None) is None:
         return []
     name, kept = shape_name(n, k, dtype), shape_name(n, max(comm._exchange(k)), dtype)
@@ -203,7 +203,8 @@ def tune_linear(comm, n: int, k: int, dtype: torch.dtype, rows: tuple = LINEAR_R
         x = torch.zeros(r, k, dtype=dtype, device=comm.device)
         timed = []
         for kind, pieces in SPLITS:
-            if (kind == "columns" and n % (16 * pieces)) or (kind == "rows" and pieces > 1 and r // pieces < 128):
+            if ((kind == "columns" and n % (16 * pieces)) or (kind == "growing" and n < GRAIN << pieces) or
+                    (kind == "rows" and pieces > 1 and r // pieces < 128)):
                 continue
             us = time_call(comm, lambda: linear_all_reduce(x, weight, comm, split=(kind, pieces)), calls=4)
             if us is not None:

@@ -1,8 +1,8 @@
-"""Times torch's all-reduce between processes of this machine, one per GPU (NCCL) or on the CPU (gloo).
+"""Times torch's all-reduce between processes of this machine, one per GPU (NCCL) or on the CPU (gloo), and on GPUs ours.
 
-    python -m fastverify.doctor.allreduce RANK WORLD BACKEND STORE BYTES,...     one rank; started by `measure`
+    python -m fastverify.doctor.allreduce RANK WORLD BACKEND STORE HIDDEN BYTES,...     one rank; started by `measure`
 
-The parent needs the standard library only; the ranks need torch.
+The parent needs the standard library only; the ranks need torch, and for our communicators the compiled libraries.
 """
 
 import json
@@ -18,15 +18,17 @@ CALLS, REPEATS = 50, 5
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
-def measure(world: int, backend: str, sizes: list, seconds: float) -> dict:
-    """{"rows": [{"bytes", "eager_us", "graph_us" or None}]}, or {"error": why not}. Median over ranks of the median call.
+def measure(world: int, backend: str, sizes: list, seconds: float, hidden: int = 0) -> dict:
+    """{"rows": [{"bytes", "eager_us", "graph_us" or None, "ours"}]}, or {"error": why not}. Median over ranks of the median call.
 
+    ours: {"peer", "peer + norm", "host", "host + norm": us in a CUDA graph, None where it does not work}, {} on the CPU; the forms
+    with the norm are all_reduce_rms_norm of rows of `hidden` elements (0: not measured).
     sizes: message bytes of one rank (multiples of 2). Every process is ended after `seconds`.
     """
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "fastverify.doctor.allreduce"]
-        tail = [str(world), backend, f"{folder}/store", ",".join(map(str, sizes))]
+        tail = [str(world), backend, f"{folder}/store", str(hidden), ",".join(map(str, sizes))]
         outputs = [open(f"{folder}/{kind}{r}", "w+") for r in range(world) for kind in ("out", "err")]
         ranks = [subprocess.Popen([*command, str(r), *tail], stdout=outputs[2 * r], stderr=outputs[2 * r + 1], env=env,
                                   stdin=subprocess.DEVNULL) for r in range(world)]
@@ -41,8 +43,10 @@ def measure(world: int, backend: str, sizes: list, seconds: float) -> dict:
         return {"error": f"{error}: {said[-1]}" if said else error}
     per_rank = [json.loads(next(line[5:] for line in text.splitlines() if line.startswith("FACTS"))) for text in texts[::2]]
     middle = lambda values: statistics.median(values) if None not in values else None  # noqa: E731
-    return {"world": world, "backend": backend, "rows": [
-        {"bytes": n, **{k: middle([rank[i][k] for rank in per_rank]) for k in ("eager_us", "graph_us")}} for i, n in enumerate(sizes)]}
+    ours = [{k: middle([rank[i]["ours"].get(k) for rank in per_rank]) for k in per_rank[0][i]["ours"]} for i in range(len(sizes))]
+    return {"world": world, "backend": backend, "reasons": sorted({r for rank in per_rank for r in rank[0]["reasons"]}), "rows": [
+        {"bytes": n, **{k: middle([rank[i][k] for rank in per_rank]) for k in ("eager_us", "graph_us")}, "ours": ours[i]}
+        for i, n in enumerate(sizes)]}
 
 
 def _wait(ranks: list, seconds: float) -> str:
@@ -66,7 +70,7 @@ def _wait(ranks: list, seconds: float) -> str:
     return f"rank {failed[0]} failed" if failed else ""
 
 
-def _rank(rank: int, world: int, backend: str, store: str, sizes: list) -> None:
+def _rank(rank: int, world: int, backend: str, store: str, hidden: int, sizes: list) -> None:
     import torch
     import torch.distributed as dist
     cuda = backend == "nccl"
@@ -79,17 +83,43 @@ def _rank(rank: int, world: int, backend: str, store: str, sizes: list) -> None:
         for _ in range(5):
             dist.all_reduce(x)
         rows.append({"bytes": nbytes, "eager_us": _timed(lambda: [dist.all_reduce(x) for _ in range(CALLS)], cuda),
-                     "graph_us": _timed(_captured(torch, dist, x), cuda) if cuda else None})
+                     "graph_us": _timed(_captured(torch, lambda x=x: dist.all_reduce(x)), cuda) if cuda else None, "ours": {}, "reasons": []})
+    if cuda:
+        _ours(torch, hidden, sizes, rows)
     print("FACTS" + json.dumps(rows), flush=True)
     sys.stdout.flush()
     os._exit(0)  # a group that was captured may hang in its destructor
 
 
-def _captured(torch, dist, x):
+def _ours(torch, hidden: int, sizes: list, rows: list) -> None:
+    """Adds the times of our communicators to the rows; what does not work is None, with a reason."""
+    for backend in ("peer", "host"):
+        try:
+            from fastverify import Communicator, all_reduce, all_reduce_rms_norm
+            comm = Communicator(device=torch.device("cuda", torch.cuda.current_device()), backend=backend, max_bytes=max(sizes))
+        except Exception as exc:
+            for row in rows:
+                row["ours"] |= {backend: None, f"{backend} + norm": None}
+                row["reasons"].append(f"{backend}: {str(exc).splitlines()[0]}")
+            continue
+        for nbytes, row in zip(sizes, rows):
+            x = torch.zeros(max(1, nbytes // 2), dtype=torch.bfloat16, device="cuda")
+            run = _captured(torch, lambda: all_reduce(x, comm, out=x))
+            row["ours"][backend] = _timed(run, True)
+            if hidden and nbytes % (2 * hidden) == 0:
+                x = x.view(-1, hidden)
+                residual, weight, out = torch.zeros_like(x), torch.ones(hidden, dtype=x.dtype, device="cuda"), torch.empty_like(x)
+                run = _captured(torch, lambda: all_reduce_rms_norm(x, residual, weight, comm, out=out))
+                row["ours"][f"{backend} + norm"] = _timed(run, True)
+
+
+def _captured(torch, call):
+    call()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(CALLS):
-            dist.all_reduce(x)
+            call()
     graph.replay()
     return graph.replay
 
@@ -110,4 +140,4 @@ def _timed(run, cuda: bool) -> float:
 
 
 if __name__ == "__main__":
-    _rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], [int(n) for n in sys.argv[5].split(",")])
+    _rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]), [int(n) for n in sys.argv[6].split(",")])

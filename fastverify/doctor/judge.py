@@ -236,8 +236,11 @@ def nccl(facts: dict) -> list:
     return out
 
 
-def allreduce(measured: dict) -> list:
-    """Times of torch's all-reduce against those that NCCL reaches over PCIe with P2P (24 to 56 us up to 64 KiB)."""
+def allreduce(measured: dict, calls: int = 0) -> list:
+    """Times of torch's all-reduce against those that NCCL reaches over PCIe with P2P (24 to 56 us up to 64 KiB), and of ours.
+
+    calls: all-reduces of a forward (two per layer), 0 if the model is not known.
+    """
     if "error" in measured:
         return [Finding("all-reduce", "wrong", f"torch's all-reduce does not work here: {measured['error']}",
                         "NCCL_DEBUG=INFO tells more; see pcie and driver above")]
@@ -253,6 +256,14 @@ def allreduce(measured: dict) -> list:
                                "see pcie and nccl above; NCCL_DEBUG=INFO must say P2P and not SHM; fastverify trace tells waiting from wire"))
         else:
             out.append(Finding("all-reduce", "ok", text))
+        works = {name: ours for name, ours in row.get("ours", {}).items() if ours is not None}
+        if works:
+            best = min(works, key=works.get)
+            text = f"{where}, ours: " + ", ".join(f"{name} {ours:.1f} us" for name, ours in works.items())
+            if calls:
+                text += f"; {calls} of them in a forward: {best} {calls * works[best] / 1e3:.2f} ms, NCCL {calls * us / 1e3:.2f} ms"
+            out.append(Finding("all-reduce", "note", text))
+    out += [Finding("all-reduce", "note", f"ours does not work: {reason}") for reason in measured.get("reasons", [])]
     return out
 
 

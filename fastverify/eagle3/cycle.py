@@ -21,6 +21,7 @@ from . import grow
 from .requests import Requests
 from .ring import Ring
 from .shapes import Shape
+from .sharded import accept_sharded
 
 PAIRS = 16  # true pairs of plain cycles that a request collects before the draft runs over them
 STOP_IDS = 16
@@ -182,8 +183,11 @@ def target_forward(target, cache: KVCache, plan: VerifyPlan, req: Requests, page
 
 
 def accept(target, logits: torch.Tensor, plan: VerifyPlan, req: Requests, bitmask: Optional[torch.Tensor] = None) -> None:
-    """verify_tree of plan.tree into plan.out; req.remaining and req.counts change."""
+    """verify_tree of plan.tree into plan.out (over the ranks of a split target); req.remaining and req.counts change."""
     t = plan.tree
+    if target.comm is not None:
+        accept_sharded(target, logits, t.tokens, t.parents, t.cu_nodes, req, plan.out, filters=target.filters, bitmask=bitmask)
+        return
     verify_tree(logits, t.tokens, t.parents, t.cu_nodes, req.prefix_len, req.active, req.remaining, req.sampling,
                 stop_ids=req.stop_ids, bias=req.bias, bitmask=bitmask, penalties=req.penalties, counts=req.counts,
                 vocab_size=target.config.vocab_size, out=plan.out, workspace=plan.verify_workspace)

@@ -33,7 +33,8 @@ class GraphLoop:
     max_batch   slots; max_length: longest prompt + max_new_tokens of a request
     num_pages   pages of the caches (default: enough for max_batch requests of max_length)
     capture     False: cycles run eagerly (default: True on CUDA)
-    run_ahead   cycles that may be in flight before the host reads a record
+    run_ahead   cycles that may be in flight before the host reads a record; 0 over several ranks, whose hosts must launch the
+                same cycles (every rank submits the same requests in the same order)
     stop_ids    of all requests (at most 16)
     hook        see Cycle
     grammar     grammar(job, drafted) -> int32 [ceil(V/32)] of allowed ids (bit 1 = allowed), or None for all, where `drafted` are the
@@ -53,7 +54,8 @@ class GraphLoop:
             raise ValueError("GraphLoop: draft must be an EAGLE-3 draft for shapes other than off; got None. Fix: pass shapes=(OFF,).")
         self.target, self.draft, self.shapes, self.hook = target, draft, tuple(shapes), hook
         self.exact, self.grammar = exact, grammar
-        self.device, self.run_ahead, self.prefill_chunk = target.device, run_ahead, prefill_chunk
+        self.device, self.prefill_chunk = target.device, prefill_chunk
+        self.run_ahead = run_ahead if target.comm is None else 0
         self.capture = self.device.type == "cuda" if capture is None else capture
         self.extra = max(s.columns for s in shapes) + 1
         limit = min([target.config.max_position] + ([draft.cos_sin.shape[0]] if draft is not None else []))
@@ -235,7 +237,10 @@ class GraphLoop:
 
     def _choose(self, batch: int, processors: bool) -> Shape:
         controller = self.controller(batch, processors)
-        return self.shapes[0] if controller is None else controller.choose()
+        if controller is None:
+            return self.shapes[0]
+        shape = controller.choose()
+        return shape if self.target.comm is None else self.target.comm.from_first(shape)  # clocks differ between ranks
 
     def controller(self, batch: int, processors: bool = False) -> Optional[Controller]:
         """The controller of a bucket; measures every shape the first time. None with a single shape."""

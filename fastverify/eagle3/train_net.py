@@ -226,11 +226,12 @@ def draft_config_json(c: DraftConfig, target: dict, dtype: str = "bfloat16", num
     """``config.json`` in the flat EAGLE / SpecForge keys; ``target`` records what the draft was trained for.
 
     EAGLE's default aux layers are left out where num_target_layers tells that they are: every reader then takes them, while
-    a written list is read as layer outputs by SGLang and TensorRT-LLM and as inputs by vLLM."""
+    a written list is read as layer outputs by SGLang and TensorRT-LLM and as inputs by vLLM. target_hidden_size is left out too
+    (it is hidden_size): EAGLE takes it to mean that the draft brings its own embedding."""
     n = num_target_layers
     out = {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": c.vocab_size,
-        "draft_vocab_size": c.draft_vocab_size, "hidden_size": c.hidden_size, "target_hidden_size": c.target_hidden_size,
+        "draft_vocab_size": c.draft_vocab_size, "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size, "num_hidden_layers": 1, "num_attention_heads": c.num_attention_heads,
         "num_key_value_heads": c.num_key_value_heads, "head_dim": c.head_dim, "hidden_act": "silu", "bias": False,
         "attention_bias": False, "rms_norm_eps": c.rms_norm_eps, "rope_theta": c.rope_theta,

@@ -62,6 +62,7 @@ class LlamaModel:
         self.dtype, self.device = embed_weight.dtype, embed_weight.device
         # set by models/parallel.py: the communicator, this rank's token ids, and whether attention is split
         self.comm, self.vocab_range, self.split_heads = None, (0, config.vocab_size), False
+        self.filters = True  # a captured cycle of a split target allows top-k, top-p and min-p: 10 small gathers instead of 1
         self.prefetch = [(None, None)] * len(layers)  # what the sums after attention and MLP pull into L2 (prefetch_table)
         self.cos_sin = config.rope.cos_sin(config.head_dim, config.max_position).to(self.device)
 

@@ -18,8 +18,9 @@ DRIVER = r"""
 int main() {
     long long b, r, v; int major, sms, w;
     while (std::scanf("%lld %lld %lld %d %d %d", &b, &r, &v, &major, &sms, &w) == 6) {
-        const fv::VerifyShape s = fv::verify_shape(b, r, v, major, sms, w != 0);
-        std::printf("%d %d %d %lld\n", s.cluster, s.teams, s.slices, (long long)fv::verify_tree_workspace_bytes(b, r));
+        const fv::VerifyShape s = fv::verify_shape(b, r, v, sms, w != 0);
+        std::printf("%d %d %d %lld\n", s.blocks, s.all_rows, fv::partials_cluster(r, v, major, sms),
+                    (long long)fv::verify_tree_workspace_bytes(b));
     }
 }
 """
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ t
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    """{(B, N, V, major, sms, workspace): (cluster, teams, slices, bytes)}"""
+    """{(B, N, V, major, sms, workspace): (blocks, all_rows, cluster of verify_tree_partials, bytes)}"""
     folder = tmp_path_factory.mktemp("plan")
     (folder / "driver.cpp").write_text(DRIVER)
     subprocess.run(["g++", "-std=c++20", "-O1", f"-I{ROOT / 'csrc'}", str(folder / "driver.cpp"), "-o", str(folder / "driver")], check=True)
@@ -40,28 +41,28 @@ def plan(tmp_path_factory):
 
 
 def test_every_choice_is_launchable(plan):
-    for (b, n, v, major, sms, w), (cluster, teams, slices, _) in plan.items():
-        most = {8: 1, 9: 8, 10: 8, 12: 8}[major]
-        assert 1 <= cluster <= most and cluster & (cluster - 1) == 0
-        assert cluster * slices <= 16 and (slices == 1 or cluster == 1)  # lanes that the workspace has room for
-        assert (cluster - 1) * 1024 < v  # no block without ids to speak of
-        assert teams == 1 or (w and teams * cluster * b <= 2 * sms and teams <= n * slices)
-        assert cluster == 1 or cluster * b <= 2 * sms
+    for (b, n, v, major, sms, w), (blocks, all_rows, cluster, _) in plan.items():
+        assert blocks == 1 or (w and blocks * b <= sms)  # all blocks of a launch with teams run at the same time
+        assert blocks == 1 or (blocks - 1) * 512 < v  # no block without ids to speak of
+        assert not all_rows or blocks > 1
+        assert 1 <= cluster <= {8: 1, 9: 8, 10: 8, 12: 8}[major] and cluster & (cluster - 1) == 0
+        assert cluster == 1 or cluster * b * n <= sms
 
 
 def test_no_teams_without_a_workspace(plan):
-    assert all(p[1] == 1 and p[2] == 1 for key, p in plan.items() if not key[5])
+    assert all(p[:2] == (1, 0) for key, p in plan.items() if not key[5])
 
 
 def test_choices_that_were_measured(plan):
     """H200: small batches take all rows at once, larger ones follow the path."""
-    assert plan[1, 16, 128256, 9, 132, 1][:3] == (8, 16, 1)
-    assert plan[1, 64, 128256, 9, 132, 1][:3] == (8, 1, 1)
-    assert plan[8, 64, 128256, 9, 132, 1][:2] == (8, 1)
-    assert plan[32, 16, 128256, 9, 132, 1][:2] == (4, 1)
-    assert plan[256, 16, 128256, 9, 132, 1][:2] == (1, 1)
+    assert plan[1, 16, 128256, 9, 132, 1][:2] == (132, 1)
+    assert plan[1, 64, 128256, 9, 132, 1][:2] == (132, 1)
+    assert plan[1, 1024, 128256, 9, 132, 1][:2] == (132, 0)
+    assert plan[8, 64, 128256, 9, 132, 1][:2] == (16, 0)
+    assert plan[32, 16, 128256, 9, 132, 1][:2] == (4, 0)
+    assert plan[256, 16, 128256, 9, 132, 1][:2] == (1, 0)
 
 
 def test_workspace_bytes_are_the_same_in_python(plan):
-    for (b, n, *_), (*_, size) in plan.items():
-        assert verify_tree_workspace_bytes(b, b * n) == size
+    for (b, *_), (*_, size) in plan.items():
+        assert verify_tree_workspace_bytes(b) == size

@@ -7,12 +7,12 @@
 
 using namespace fv;
 
-// launch rows batch kv_heads group head_dim kv_bytes sms max_smem -> choice and workspace, per input line
+// launch rows batch kv_heads group head_dim kv_bytes sms max_smem sm90 -> choice and workspace, per input line
 static void launch() {
-    long long a[8];
-    while (std::scanf("%lld %lld %lld %lld %lld %lld %lld %lld", a, a + 1, a + 2, a + 3, a + 4, a + 5, a + 6, a + 7) == 8) {
-        const AttentionLaunch c = attention_launch(a[0], a[1], a[2], a[3], a[4], static_cast<int>(a[5]), static_cast<int>(a[6]), a[7]);
-        std::printf("%d %d %d %d %lld %lld\n", c.tile_rows, c.stages, c.blocks, c.separate_merge, static_cast<long long>(c.smem),
+    long long a[9];
+    while (std::scanf("%lld %lld %lld %lld %lld %lld %lld %lld %lld", a, a + 1, a + 2, a + 3, a + 4, a + 5, a + 6, a + 7, a + 8) == 9) {
+        const AttentionLaunch c = attention_launch(a[0], a[1], a[2], a[3], a[4], static_cast<int>(a[5]), static_cast<int>(a[6]), a[7], a[8] != 0);
+        std::printf("%d %d %d %d %lld %lld\n", c.tile_rows, c.stages, c.blocks, c.wgmma, static_cast<long long>(c.smem),
                     static_cast<long long>(attention_workspace(c, a[4])));
     }
 }

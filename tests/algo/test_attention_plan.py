@@ -70,22 +70,24 @@ def test_launches_fit_the_device(driver, device):
     sms, kib = DEVICES[device]
     cases = [(rows, batch, heads, group, dim, item) for rows in (1, 5, 64, 128, 1024, 65536) for batch in (1, 8, 64, 1025)
              for heads in (1, 8) for group in (1, 4, 5, 16) for dim in (64, 128, 256) for item in (1, 2)]
-    out = driver("launch", [" ".join(map(str, (*c, sms, kib * 1024))) for c in cases])
-    for (rows, batch, heads, group, dim, item), line in zip(cases, out, strict=True):
-        tile, stages, blocks, _, smem, workspace = map(int, line.split())
+    cases = [(*c, sm90) for c in cases for sm90 in ((0, 1) if device == "sm_90" else (0,))]
+    out = driver("launch", [" ".join(map(str, (*c[:6], sms, kib * 1024, c[6]))) for c in cases])
+    for (rows, batch, heads, group, dim, item, sm90), line in zip(cases, out, strict=True):
+        tile, stages, blocks, wgmma, smem, workspace = map(int, line.split())
         assert tile in ((32, 64) if dim == 256 else (16, 32, 64, 128)) and 2 <= stages <= 6
-        assert smem + 256 <= kib * 1024 and (blocks // sms) * (smem + 256 + 1024) <= (kib + 1) * 1024
-        assert blocks in (sms, 2 * sms) and blocks <= 511
+        assert smem <= kib * 1024 and (blocks // sms) * (smem + 1024) <= (kib + 1) * 1024
+        assert blocks in (sms, 2 * sms, 3 * sms) and blocks <= 1020
         ring = smem - tile * dim * 2
         warp_rows = 16 if dim == 256 or tile == 16 else 32
-        assert ring >= max(4 * warp_rows * dim * 4, 32768)  # what a block's own merge and a merge of pieces need
+        assert wgmma <= sm90 and (not wgmma or dim == 128 and tile in (64, 128))
+        assert wgmma or ring >= 4 * warp_rows * dim * 4  # what a block's own merge needs
         assert workspace <= workspace_bytes(rows, batch, heads * group, heads, dim, sms)
 
 
 def test_launch_of_known_shapes(driver):
     """The tuned shape: two blocks of three 32 KiB stages per multiprocessor of an H200, one row tile for 16 nodes x 4 heads."""
     h200 = f"132 {227 * 1024}"
-    out = driver("launch", [f"16 1 8 4 128 2 {h200}", f"128 8 8 4 128 2 {h200}", f"256 32 8 4 128 2 {h200}",
-                            f"128 8 8 4 128 2 188 {99 * 1024}"])
-    assert [line.split()[:4] for line in out] == [["64", "3", "264", "1"], ["64", "3", "264", "0"], ["32", "3", "264", "0"],
-                                                  ["64", "2", "188", "0"]]
+    out = driver("launch", [f"16 1 8 4 128 2 {h200} 0", f"16 1 8 4 128 2 {h200} 1", f"64 1 8 4 128 2 {h200} 1", f"256 32 8 4 128 2 {h200} 1",
+                            f"128 8 8 4 128 2 188 {99 * 1024} 0"])
+    assert [line.split()[:4] for line in out] == [["64", "3", "264", "0"], ["64", "3", "264", "1"], ["128", "6", "132", "1"],
+                                                  ["32", "3", "264", "0"], ["64", "2", "188", "0"]]

@@ -115,7 +115,7 @@ def test_opcheck(rng):
 
 @pytest.mark.skipif(not KERNELS, reason="needs a CUDA GPU or the emulator")
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("device", ["90:2", "90:5", "80:3", "120:3"])
+@pytest.mark.parametrize("device", ["90:2", "90:5", "100:4", "80:3", "120:3"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_tiles(kernel, rng, monkeypatch, device, dtype):
     """512 + 64 dims: every tile shape, few and many rows, sequences split and merged in both ways; counters reset."""

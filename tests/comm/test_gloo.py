@@ -49,6 +49,8 @@ def _calls(rank: int, world: int, port: int) -> None:
         residual, bias = torch.ones_like(whole), torch.arange(16.0) if rank == 0 else None
         summed = linear_all_reduce(a, w, comm, bias, split=("columns", 2), residual=residual)
         assert summed is residual and torch.allclose(residual, whole + 1 + torch.arange(16.0), rtol=1e-5, atol=1e-5)
+        b, v = torch.randn(9, 8, generator=torch.Generator().manual_seed(rank)), torch.randn(1024, 8, generator=torch.Generator().manual_seed(rank))
+        assert torch.allclose(linear_all_reduce(b, v, comm, split=("growing", 3)), linear_all_reduce(b, v, comm, split=("rows", 1)), rtol=1e-5, atol=1e-5)
         assert comm.splits == {} and torch.equal(linear_all_reduce(a, w, comm), whole), "few rows: one piece"
         comm.splits = {"16,8,float32": [(1, "rows", 1), (20, "columns", 2)]}
         assert torch.equal(linear_all_reduce(a, w, comm), linear_all_reduce(a, w, comm, split=("columns", 2)))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastverify.comm.linear_all_reduce import ONE_PIECE, cut, overlaps, split_for
+from fastverify.comm.linear_all_reduce import ONE_PIECE, column_widths, cut, overlaps, split_for
 
 
 @pytest.mark.parametrize("rows, n, expected", [
@@ -40,7 +40,14 @@ def test_layers_ask_for_the_overlap_only_where_a_cut_pays():
     assert [overlaps(r, weight, comm(1 << 62)) for r in (1, 255, 256, 4096)] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("split", [("columns", 3), ("diagonals", 2), ("rows", 0)])
+@pytest.mark.parametrize("n, kind, pieces, widths", [
+    (7168, "columns", 4, [1792] * 4), (7168, "growing", 3, [1024, 2048, 4096]), (8192, "growing", 3, [1152, 2304, 4736]),
+    (7168, "growing", 4, [512, 896, 1920, 3840]), (1000, "growing", 2, [256, 744])])
+def test_widths_of_pieces(n, kind, pieces, widths):
+    assert column_widths(n, kind, pieces) == widths and sum(widths) == n
+
+
+@pytest.mark.parametrize("split", [("columns", 3), ("diagonals", 2), ("rows", 0), ("growing", 2), ("growing", 7)])
 def test_splits_that_do_not_fit(split):
     with pytest.raises(ValueError, match="split must be .* Fix: "):
         cut(16, torch.zeros(64, 8), comm(1 << 62), split)

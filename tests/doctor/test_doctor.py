@@ -234,6 +234,11 @@ def test_all_reduce_times_are_judged():
     assert slow.level == "slow" and slow.text == "8 GPUs, 14 KiB: 225 us a call, 205 us in a CUDA graph; NCCL with P2P takes 24 to 56 us up to 64 KiB"
     assert allreduce(rows(50))[0].level == allreduce(rows(120, 860160))[0].level == "ok" and allreduce(rows(250, 860160))[0].level == "slow"
     assert allreduce({"error": "rank 1 failed"})[0].level == "wrong"
+    both = rows(205)
+    both["rows"][0]["ours"], both["reasons"] = {"peer": 5.8, "peer + norm": 6.04, "host": None, "host + norm": None}, ["host: no /dev/shm"]
+    said = allreduce(both, calls=122)
+    assert [f.text for f in said[1:]] == ["8 GPUs, 14 KiB, ours: peer 5.8 us, peer + norm 6.0 us; 122 of them in a forward: peer 0.71 ms, NCCL 25.01 ms",
+                                          "ours does not work: host: no /dev/shm"]
 
 
 @pytest.mark.parametrize("flags,message", [

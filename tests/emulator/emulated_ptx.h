@@ -72,6 +72,25 @@ inline void mma_16816_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, ui
     emulated_mma<emulated_f16>(d, a, b0, b1);
 }
 
+inline float max_nan(float a, float b) {
+    if (a != a || b != b) return emu::from_bits<float>(0x7fffffffu);
+    if (a == b) return emu::from_bits<float>(static_cast<uint32_t>(emu::to_bits(a)) & static_cast<uint32_t>(emu::to_bits(b)));
+    return a > b ? a : b;
+}
+// The half whose value is the larger, or a NaN.
+template <float (*kConvert)(uint16_t)>
+inline uint32_t emulated_max_x2(uint32_t a, uint32_t b) {
+    uint32_t r = 0;
+    for (int i = 0; i < 2; ++i) {
+        const uint16_t x = static_cast<uint16_t>(a >> 16 * i), y = static_cast<uint16_t>(b >> 16 * i);
+        const float m = max_nan(kConvert(x), kConvert(y));
+        const uint16_t bits = m != m ? 0x7fffu : static_cast<uint32_t>(emu::to_bits(m)) == static_cast<uint32_t>(emu::to_bits(kConvert(x))) ? x : y;
+        r |= static_cast<uint32_t>(bits) << 16 * i;
+    }
+    return r;
+}
+inline uint32_t max_nan_bf16x2(uint32_t a, uint32_t b) { return emulated_max_x2<emulated_bf16>(a, b); }
+inline uint32_t max_nan_f16x2(uint32_t a, uint32_t b) { return emulated_max_x2<emulated_f16>(a, b); }
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline uint32_t e4m3x2_to_f16x2(uint32_t v) {
     uint32_t r = 0;
@@ -101,6 +120,9 @@ inline uint4 ld_relaxed_sys_16(const void* p) { return load_streaming_16(p); }
 inline void st_relaxed_sys_16(void* p, uint4 v) { std::memcpy(p, &v, 16); }
 inline uint32_t ld_relaxed_sys(const uint32_t* p) { return *p; }
 inline void st_relaxed_sys(uint32_t* p, uint32_t v) { *p = v; }
+inline uint4 ld_relaxed_gpu_16(const void* p) { return load_streaming_16(p); }
+inline void st_relaxed_gpu_16(void* p, uint4 v) { std::memcpy(p, &v, 16); }
+inline void fence_gpu() {}
 inline uint64_t global_timer() {
     return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
 }
