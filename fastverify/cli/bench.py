@@ -2,6 +2,7 @@
 
 import argparse
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -157,7 +158,11 @@ def _present(out: Output, rows: list, args: argparse.Namespace) -> None:
         title = (f"{op} on {first['device']}, {first['date'][:10]}, torch {first['versions'].get('torch', '?')}; copy {first['copy_gb_s']:.0f} "
                  f"GB/s, empty {first['empty_us']:.2f} us")
         header, cells = table_rows(mine)
-        out.line(title, style="bold")
+        width = sum(max(len(row[i]) for row in (header, *cells)) + 3 for i in range(len(header)))
+        if out.out_terminal and out.rich and width <= shutil.get_terminal_size().columns:
+            out.table(header, cells, title=title)
+            continue
+        out.line(title, style="bold")  # a narrow terminal wraps lines instead of cutting columns
         out.wide_table(header, cells)
         out.line()
 
