@@ -123,10 +123,15 @@ def _run(args: argparse.Namespace) -> int:
                 out.note(f"{s.op}: not run, {s.why}")
         wanted = [s for s in wanted if not s.why]
     rows, failed, wrong = [], [], []
+    if args.out:
+        sys.path.insert(0, str(root))
+        from harness import write_rows
     counts = bench_run.expected(root / "results", "cpu" if on_cpu else "cuda")
     with out.progress("benchmarks", 1000) as update:
         for outcome in bench_run.run(wanted, flags, lambda share, text: update(int(1000 * share), text=text), args.quick, args.limit, counts):
             rows += outcome.rows
+            if args.out and outcome.rows:  # at once: a run that is cut short keeps what it has
+                stored = write_rows(args.out, outcome.rows)
             if outcome.error:
                 failed.append(outcome.script.op)
                 out.note(f"{outcome.script.op}: {outcome.error}")
@@ -134,9 +139,7 @@ def _run(args: argparse.Namespace) -> int:
                 wrong.append(outcome.script.op)
             out.note(f"{outcome.script.op}: {len(outcome.rows)} rows in {outcome.seconds:.0f} s")
     if args.out and rows:
-        sys.path.insert(0, str(root))
-        from harness import write_rows
-        out.note(f"{len(rows)} rows in {write_rows(args.out, rows)}")
+        out.note(f"{len(rows)} rows in {stored}")
     _present(out, rows, args)
     if wrong:
         out.note(f"WRONG results: {', '.join(wrong)}")
