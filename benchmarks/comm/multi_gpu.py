@@ -90,6 +90,7 @@ def main() -> int:
     parser.add_argument("--over", type=lambda s: s.split(","), default=["peer", "host", "nccl"], help="transports of linears and verifies")
     parser.add_argument("--sections", type=lambda s: s.split(","), default=list(SECTIONS),
                         help="in this order; linears:host, loop:cycles-70b+compare-70b and the like take parts of a section")
+    parser.add_argument("--loop-backend", choices=("auto", "peer", "host", "nccl"), default="auto", help="communicator of the loop section")
     parser.add_argument("--seconds", type=float, default=420, help="no section starts later than this")
     parser.add_argument("--quick", action="store_true", help="fewer replays")
     args = parser.parse_args()
