@@ -15,7 +15,7 @@
 namespace fv {
 namespace {
 
-constexpr int64_t kPiece = 1024;  // bytes of one prefetch: on an H200 smaller ones are slower, larger ones stay less long
+constexpr int64_t kPiece = 1024;  // bytes of one prefetch; on an H200 what larger pieces bring is gone sooner
 
 // table: [ranges][2] = address, bytes. Ends with the exchange (`done` changes): a prefetch that goes on is only in the way.
 __device__ void prefetch_ranges(const int64_t* table, int64_t ranges, int64_t thread, int64_t threads, const uint32_t* done) {
