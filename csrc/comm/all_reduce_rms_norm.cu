@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // all_reduce_rms_norm: residual += sum over ranks of x, out = RMSNorm(residual) * weight, one launch; blocks beyond the
 // exchange pull weights that the next kernel will read into L2 meanwhile.
-// A row belongs to a cluster of blocks (sm_90) or to one block, a vector of it to one thread, from the send to the norm; the
+// A row belongs to one block (or a cluster: comm_choice.h), a vector of it to one thread, from the send to the norm; the
 // exchange is that of all_reduce, so its bits are too. The sum of squares is taken over runs of 32 vectors, then over the
 // runs: an order that depends on H alone. Cost: one launch. Graph-safe.
 #include <torch/csrc/stable/library.h>
