@@ -1,18 +1,20 @@
 # For a newcomer: `make demo` and `make test`. The others: CONTRIBUTING.md.
 #   TORCH='torch==2.13.0'  another torch (default: >= 2.10; PyTorch's CPU index where no NVIDIA GPU is found)
 #   TRITON=triton          make test: install it too, and run Triton's kernels in its interpreter (a download of 190 MB)
+#   NCCL=nvidia-nccl-cu12  make test: install it too, and check that our communicators can load it (a download of 300 MB)
 #   PYTHON=python3.12      another interpreter      VENV=dir  where demo and sanitize install
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=
 TRITON ?=
+NCCL ?=
 QUICK ?=
 PROMPT ?= Why is the sky blue? Answer in two sentences.
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 SOURCES := $(shell find csrc fastverify CMakeLists.txt setup.py pyproject.toml -type f \
 	! -name '*.so' ! -name '*.pyc' ! -name build_info.json)
-export PYTHON TORCH TRITON PYTEST_ARGS
+export PYTHON TORCH TRITON NCCL PYTEST_ARGS
 
 .PHONY: demo test sanitize gpu clean distclean
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# test.sh: sdist -> wheel (once) -> fresh venv -> pytest on the installed wheel. Reads PYTHON, TORCH, TRITON,
+# test.sh: sdist -> wheel (once) -> fresh venv -> pytest on the installed wheel. Reads PYTHON, TORCH, TRITON, NCCL,
 # PYTEST_ARGS.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -41,6 +41,9 @@ if "$python" -c 'import triton' 2>/dev/null; then
   echo "Triton's kernels in its interpreter: $((SECONDS - start)) s"
 else
   echo "Triton is not installed: its kernels are not run in its interpreter."
+fi
+if [ -n "${NCCL:-}" ]; then  # the library alone: loaded and asked, never run without a GPU
+  "$python" -m pip --disable-pip-version-check install -q --no-deps "$NCCL" || echo "pip could not install $NCCL: its tests are skipped."
 fi
 # shellcheck disable=SC2086
 exec bash .ci/run_tests.sh "$python" "$work/source" "$work/run" tests ${PYTEST_ARGS:-}

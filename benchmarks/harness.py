@@ -204,9 +204,9 @@ def show(title: str, rows: list) -> None:
 
 # ---- one benchmark ---------------------------------------------------------------------------------------------------------
 
-def options(description: str, skip: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The options every benchmark has. skip: axes that it defines itself."""
-    parser = argparse.ArgumentParser(description=description)
+def options(description: str) -> argparse.ArgumentParser:
+    """The options every benchmark has."""
+    parser = argparse.ArgumentParser(description=description, conflict_handler="resolve")  # a script's own option goes first
     parser.add_argument("--device", default="auto", help="cuda, cuda:1, cpu; auto (default): cuda where there is one")
     parser.add_argument("--out", type=Path, metavar="DIR", help="add the rows to DIR/<device>-<date>.json")
     parser.add_argument("--repeats", type=int, default=30, help="replays per measurement (default 30)")
@@ -215,8 +215,7 @@ def options(description: str, skip: Sequence[str] = ()) -> argparse.ArgumentPars
     parser.add_argument("--quick", action="store_true", help=f"the first {QUICK_SHAPES} shapes, {QUICK_REPEATS} replays")
     axes = parser.add_argument_group("axes", "values that replace those of the table of shapes, where an op has the axis")
     for flag, names in AXES.items():
-        if flag not in skip:
-            axes.add_argument(f"--{flag}", metavar="N,...", type=numbers, help=f"{' or '.join(names)}")
+        axes.add_argument(f"--{flag}", metavar="N,...", type=numbers, help=f"{' or '.join(names)}")
     return parser
 
 

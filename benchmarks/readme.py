@@ -115,7 +115,21 @@ def probe() -> str:
     return "\n".join([f"{where(name, data)}:", "", *table(header, rows), "", *verdicts])
 
 
-PARTS = {"headline": headline, "results": results, "shapes": shapes, "op-share": op_share, "probe": probe}
+def backends() -> str:
+    """Which ops run where, from the sources; ops of a stage that run on the same back ends share a line."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    import make_reference
+    lines: dict = {}
+    for stage, op, *_ in make_reference.ops():
+        if op != "probe" and not op.startswith("sgl_"):
+            files = make_reference.where(stage, op)
+            lines.setdefault((stage, *("yes" if b in files else "no" for b in ("CPU", "CUDA", "Triton"))), []).append(f"`{op}`")
+    rows = [[" ".join(ops), "through gloo" if stage == "comm" else cpu, "yes, on 1 to 8 GPUs of a host" if stage == "comm" and cuda == "yes" else cuda,
+             triton] for (stage, cpu, cuda, triton), ops in lines.items()]
+    return "\n".join(table(["", "CPU (C++)", "CUDA", "Triton"], rows))
+
+
+PARTS = {"backends": backends, "headline": headline, "results": results, "shapes": shapes, "op-share": op_share, "probe": probe}
 
 
 def generated(text: str) -> str:

@@ -11,14 +11,18 @@ from test_packaging import INFO, _files, library, output, tool
 # The first that matches counts. Kernels bound by memory or arithmetic have no stack at all.
 BUDGET = {
     r"(draft_topk|grow_tree|build_tree|prepare_tree)_kernel": (64, 0),  # 1024 threads
+    r"skinny_kernel": (128, 0),  # two blocks of 256 threads per SM
+    r"tree_attention_short_kernel": (168, 0),  # three blocks of 128 threads per SM
+    r"next_inputs_kernel": (64, 0),
     r"compact_kernel": (64, 0),  # four blocks of 256 threads per SM
     r"head_mma_kernel": (255, 0),
     r"head_simt_kernel": (168, 0),
     r"head_walk_kernel": (128, 320),  # calls that are not inlined keep a few words across them
     r"verify_tree_kernel": (128, 256),  # one block of 512 threads per SM; the same calls
     r"partials_kernel": (128, 128),
-    r"all_reduce_(rms_norm_|fp8_)?kernel": (128, 0),  # 512 threads
-    r"all_gather_small_kernel": (64, 0),
+    r"all_reduce_(rms_norm_|fp8_)kernel": (168, 0),  # up to 4 ranks 128 for 512 threads, else 256 threads
+    r"all_reduce_kernel": (128, 0),  # 512 threads
+    r"all_gather_small_kernel": (64, 32),  # the calls for unaligned ends keep a few words
     r"rope_append_teams_kernel": (64, 0),  # eight blocks of 128 threads per SM
     r"rope_append_any_kernel": (64, 32),  # the calls of its divisions keep a few words
     r"probe_kernel": (32, 0),

@@ -5,7 +5,7 @@
 
 A sample is one replay of a graph of 100 calls, divided by 100; the row is the minimum over ranks of the medians (what
 waiting for a late rank adds is not the collective's), the note has the median over ranks. Correct: bits of all ranks equal
-the sum in rank order (NCCL: within rounding of it). floor: none; see docs/performance.md for the model.
+the sum in rank order (NCCL, fp8: within rounding of it). floor: none; see docs/performance.md for the model.
 """
 
 import os
@@ -23,6 +23,7 @@ from harness import Bench, Timing, options, summary
 from fastverify import Communicator, all_reduce, all_reduce_rms_norm
 
 CHAIN, EPS = 100, 1e-6
+NEVER = (1 << 63) - 1
 
 
 def fold(parts: list) -> torch.Tensor:
@@ -101,6 +102,11 @@ def measure(me: Rank, bench, comms: dict, nccl) -> None:
                        lambda: torch.equal(out.cpu(), want))
                 me.row(bench, f"{name} {form}", "all_reduce_rms_norm", shape, x.dtype,
                        lambda: all_reduce_rms_norm(x, res, weight, comm, EPS, out=normed), lambda: bool(normed.isfinite().all()))
+            comm._handle.set_fp8_bytes(0)
+            bound = sum(p.float().abs() for p in parts) / 16 + sum(p.float().abs().amax() for p in parts) / 256
+            me.row(bench, f"{name} fp8 wire", "all_reduce", shape, x.dtype, lambda: all_reduce(x, comm, out),
+                   lambda: bool(((out.cpu().float() - sum(p.float() for p in parts)).abs() <= bound).all()))
+            comm._handle.set_fp8_bytes(NEVER)
         if nccl is not None:
             y = x.clone()
             me.row(bench, "NCCL", "all_reduce", shape, x.dtype, lambda: dist.all_reduce(y, group=nccl), lambda: True)
@@ -143,7 +149,7 @@ def worker(rank: int, args, port: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = options("all_reduce of real ranks against NCCL", skip=("rows", "hidden"))
+    parser = options("all_reduce of real ranks against NCCL")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--rows", type=lambda s: [int(v) for v in s.split(",")], default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--hidden", type=int, default=7168)

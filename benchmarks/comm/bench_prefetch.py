@@ -52,7 +52,7 @@ def measure(me: Rank, bench, comm) -> None:
                              ("product, warm", dict(sum_=False, product=True, prefetch=False, cold=False)),
                              ("both", dict(sum_=True, product=True, prefetch=False)),
                              ("both, prefetch", dict(sum_=True, product=True, prefetch=True))]:
-            me.row(bench, name, "all_reduce_rms_norm + product", shape, x.dtype, lambda: step(**kwargs), lambda: bool(y.isfinite().all()))
+            me.row(bench, name, "all_reduce_rms_norm + product", shape, x.dtype, lambda: step(**kwargs), lambda: bool(hidden.isfinite().all()))
 
 
 def worker(rank: int, args, port: int) -> None:

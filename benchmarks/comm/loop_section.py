@@ -116,21 +116,13 @@ def compare_texts(me: Rank, shape: dict, whole, target, draft, prompts: list, ne
 
 
 def cycles(me: Rank, args, shape: dict, target, draft, prompts: list, trees: tuple, comm) -> None:
+    """ms of a cycle in one graph on every rank (the target's verify alone where there is no draft to grow trees with)."""
     for tree in trees:
         named = parse_shape(tree)
         if named.speculative and draft is None:
-            timed = lambda: verify_forward(target, named.nodes)  # noqa: E731
-            captured, kind = True, "verify forward"
+            kind, (us, sums) = "verify forward", replay_time(me, verify_forward(target, named.nodes))
         else:
-            timed, captured, kind = captured_cycle(target, draft, named, prompts)
-        if timed is None:
-            rounds = Decoder(target, draft, tree=tree).time_rounds(prompts, named, 12)
-            ms = sorted(r["total"] for r in rounds[1:])[len(rounds) // 2]
-            all_ms = me.gathered(ms)
-            me.known_row("loop, not captured", "decode", shape | dict(tree=tree), "bfloat16", min(all_ms) * 1e3, True, f"{kind}; slowest rank {max(all_ms):.2f} ms")
-            continue
-        run = timed()
-        us, sums = replay_time(me, run)
+            kind, (us, sums) = "cycle", captured_cycle(me, target, draft, named)
         me.known_row(f"{kind}, one graph", "decode", shape | dict(tree=tree), "bfloat16", us, True,
                      f"{us / 1e3:.3f} ms = {(us - sums) / 1e3:.3f} compute + {sums / 1e3:.3f} communication (kernels between ranks, least over ranks)")
         if me.rank == 0:
@@ -138,20 +130,14 @@ def cycles(me: Rank, args, shape: dict, target, draft, prompts: list, trees: tup
                   f"{comm.tuned}", flush=True)
 
 
-def captured_cycle(target, draft, shape, prompts: list) -> tuple:
-    """(function that gives a replay, whether captured, what it is); (None, False, why) where this build has no captured loop."""
-    try:
-        from fastverify.eagle3.graph_loop import GraphLoop
-    except ImportError:
-        return None, False, "this build has no captured loop"
-
-    def make():
-        target.filters = False  # greedy requests
-        loop = GraphLoop(target, draft, shapes=(shape,), max_batch=1, max_length=512, stop_ids=[])
-        loop._prepare((1, shape, False))
-        graph = loop._graphs[(1, shape, False)]
-        return lambda keep=loop: graph.replay()
-    return make, True, "cycle"
+def captured_cycle(me: Rank, target, draft, shape) -> tuple:
+    """Times of one captured cycle of a greedy request behind some hundred tokens."""
+    from fastverify.eagle3.graph_loop import GraphLoop, _Scratch
+    target.filters = False  # greedy requests
+    loop, key = GraphLoop(target, draft, shapes=(shape,), max_batch=1, max_length=1024, stop_ids=[]), (1, shape, False)
+    loop._prepare(key)
+    with _Scratch(loop, 1):
+        return replay_time(me, loop._graphs[key].replay)
 
 
 @torch.inference_mode()

@@ -46,7 +46,7 @@ def body(me, args) -> int:
                 dict(sums=sections.sums, linears=sections.linears, verifies=sections.verifies)[name](me, args, comms)
                 for comm in comms.values():
                     comm.check()
-        except RuntimeError as exc:
+        except Exception as exc:  # the rows so far are stored
             print(f"rank {me.rank}: section {name} broke off: {str(exc).splitlines()[0][:300]}", file=sys.stderr, flush=True)
             return 1
         if me.rank == 0:

@@ -17,7 +17,7 @@ if [ -z "${SKIP_BUILD:-}" ]; then  # for the GPUs present only
 fi
 status=0
 if [ -z "${SKIP_TESTS:-}" ]; then
-  tests=(tests/comm/test_nccl.py tests/comm/test_comm_gpu.py)
+  tests=(tests/comm/test_nccl.py tests/comm/test_comm_gpu.py tests/comm/test_real_ranks.py)
   [ "$quick" = 1 ] || tests+=(tests/comm/test_environments.py)
   timeout $((quick ? 70 : 170)) "$python" -m pytest "${tests[@]}" -q -p no:cacheprovider || status=1
   echo "tests: exit $status, $((SECONDS - start)) s"

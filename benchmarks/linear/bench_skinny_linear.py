@@ -36,7 +36,7 @@ def main() -> int:
     args = parser.parse_args()
     bench, dtype = harness.Bench("skinny_linear", args), torch.bfloat16
     draw = lambda *s: torch.randn(*s, device=bench.device).to(dtype)  # noqa: E731
-    for name, inner, outer, kind, normed in PRODUCTS:
+    for name, inner, outer, kind, normed in PRODUCTS[: harness.QUICK_SHAPES] if args.quick else PRODUCTS:
         nbytes = 2 * inner * outer
         weights = [draw(outer, inner) / inner**0.5 for _ in range(bench.sets(nbytes))]
         for rows in map(int, args.rows.split(",")):
@@ -51,7 +51,7 @@ def main() -> int:
                 return bool(((one.float() - want).abs() <= 0.03 * want.abs() + 0.03).all())
 
             shape = dict(product=name, R=rows, K=inner, N=outer)
-            bench.measure("cuda", shape, "bfloat16", [lambda w=w: skinny_linear(x, w, norm=norm, out=out, eps=1e-5, kind=kind) for w in weights],
+            bench.measure(bench.device.type, shape, "bfloat16", [lambda w=w: skinny_linear(x, w, norm=norm, out=out, eps=1e-5, kind=kind) for w in weights],
                           nbytes, check)
             bench.measure("torch", shape, "bfloat16", [lambda w=w: torch_product(x, w, norm, out, kind) for w in weights], nbytes)
     return bench.finish()

@@ -7,6 +7,7 @@
 
 #include "attention/attention_args.h"
 #include "attention/attention_launch.h"
+#include "attention/attention_short.h"
 #include "attention/tree_attention_exact.cuh"
 
 namespace fv {
@@ -70,6 +71,10 @@ void tree_attention_cuda(const Tensor q, const Tensor k_cache, const Tensor v_ca
     if (exact && tile_kernel(p, n.head_dim > 128 ? 32 : 16) && tiles_can_read(p)) {
         run_exact(launch, p, exact_launch(n.rows, n.kv_heads, p.group, n.head_dim, static_cast<int>(kv_bytes), p.capacity, launch.props.sms,
                                           launch.props.max_smem), workspace);
+        return;
+    }
+    if (!exact && takes_short(p, launch.props.major, launch.props.sms) && tiles_can_read(p)) {
+        run_short(launch, p);
         return;
     }
     const bool sm90 = launch.props.major == 9 && (p.kv_type == p.q_type || p.kv_type == Element::kE4m3) &&

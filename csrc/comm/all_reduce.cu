@@ -12,8 +12,8 @@
 namespace fv {
 namespace {
 
-template <class T, bool kHooks>
-__global__ void __launch_bounds__(512) all_reduce_kernel(
+template <class T, int kRanks, bool kHooks>
+__global__ void __launch_bounds__(512, 1) all_reduce_kernel(
     const __grid_constant__ CommArgs args,
     const T* x,  // [local_ranks, n]; may be out
     T* out,      // [local_ranks, n]
@@ -22,23 +22,26 @@ __global__ void __launch_bounds__(512) all_reduce_kernel(
     allow_next_launch();
     const int local = blockIdx.y;
     const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
-    x += local * n;
-    out += local * n;
+    const Vectors<T> to(out + local * n, n);
     Exchange<kHooks> exchange(args, local, gridDim.x);
-    Sum<T, kHooks> sum(exchange, x, n);
+    Sum<T, kRanks, kHooks> sum(exchange, x + local * n, n);
     const uint32_t first_j = thread < sum.vectors ? sum.turn(thread) : kEmpty;  // loaded while the epoch is on its way
-    uint4 first = first_j != kEmpty ? load_vector(x, first_j, n) : empty_vector();
+    uint4 first = first_j != kEmpty ? sum.x.load(first_j) : empty_vector();
     exchange.begin();
     first = escape(first, Wire<T>::kNan);
     auto own = [&](uint32_t j) { return j == first_j ? first : sum.load(j); };
     exchange.wipe_old_tags();
+#pragma unroll 1
     for (uint32_t k = thread; k < sum.vectors; k += threads) sum.offer(sum.turn(k), own(sum.turn(k)));
     exchange.finish();
-    for (uint32_t j = sum.begin + thread; j < sum.end; j += threads) store_vector(out, j, n, sum.reduce(j, own(j)));
+#pragma unroll 1
+    for (uint32_t j = sum.begin + thread; j < sum.end; j += threads) to.store(j, sum.reduce(j, own(j)));
+    if (sum.one_shot()) return;
     const uint32_t others = sum.vectors - (sum.end - sum.begin);
+#pragma unroll 1
     for (uint32_t k = thread; k < others; k += threads) {
         const uint32_t j = sum.turn(k);
-        store_vector(out, j, n, sum.receive(j));
+        to.store(j, sum.receive(j));
     }
 }
 
@@ -47,7 +50,8 @@ void run(const Launch& launch, const fv_comm& c, const Tensor& x, const Tensor& 
     const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
     const CommArgs args = comm_kernel_args(c, comm_form(c, bytes));
     const CommChoice choice = choose_all_reduce((bytes + 15) / 16, most_comm_blocks(c, launch.props.sms));
-    auto kernel = comm_has_hooks(c) ? &all_reduce_kernel<T, true> : &all_reduce_kernel<T, false>;
+    auto kernel = comm_has_hooks(c) ? &all_reduce_kernel<T, kMaxRanks, true> : c.world <= 2 && args.form == kOneShot ? &all_reduce_kernel<T, 2, false>
+                : c.world <= 4 ? &all_reduce_kernel<T, 4, false> : &all_reduce_kernel<T, kMaxRanks, false>;
     launch_comm(launch, c, kernel, choice, 0, 0, args, cptr<T>(x), mptr<T>(out), n);
 }
 

@@ -140,7 +140,7 @@ struct Fp8Sum {
 };
 
 template <class T, bool kHooks>
-__global__ void __launch_bounds__(256) all_reduce_fp8_kernel(
+__global__ void __launch_bounds__(256, 1) all_reduce_fp8_kernel(
     const __grid_constant__ CommArgs args,
     const T* x,  // [local_ranks, n]; may be out
     T* out,      // [local_ranks, n]

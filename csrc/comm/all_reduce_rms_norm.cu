@@ -15,53 +15,61 @@
 namespace fv {
 namespace {
 
-constexpr int64_t kLine = 128;
+constexpr int64_t kPiece = 1024;  // bytes of one prefetch: on an H200 smaller ones are slower, larger ones stay less long
 
-// table: [ranges][2] = address, bytes
-__device__ void prefetch_ranges(const int64_t* table, int64_t ranges, int64_t thread, int64_t threads) {
+// table: [ranges][2] = address, bytes. Ends with the exchange (`done` changes): a prefetch that goes on is only in the way.
+__device__ void prefetch_ranges(const int64_t* table, int64_t ranges, int64_t thread, int64_t threads, const uint32_t* done) {
+    const uint32_t before = ld_relaxed_sys(done);
     for (int64_t r = 0; r < ranges; ++r) {
         const char* begin = reinterpret_cast<const char*>(table[2 * r]);
-        const int64_t lines = (table[2 * r + 1] + kLine - 1) / kLine;
-        for (int64_t i = thread; i < lines; i += threads) prefetch_l2(begin + i * kLine);
+        const int64_t bytes = table[2 * r + 1];
+        for (int64_t i = thread * kPiece; i < bytes; i += threads * kPiece) {
+            if (ld_relaxed_sys(done) != before) return;
+            pull_into_l2(begin + i, bytes - i < kPiece ? bytes - i : kPiece);
+        }
     }
 }
 
 // Shared memory of a block: sums of runs for two rows in turn, then this block's vectors of the row.
 struct RowMemory {
-    int64_t runs, steps, bytes;
-    FV_HD RowMemory(int64_t row_vectors, int threads, int cluster) {
-        runs = (row_vectors + 31) / 32;
-        steps = (row_vectors + threads * cluster - 1) / (threads * cluster);  // vectors of a thread
-        bytes = (runs * 8 + 15) / 16 * 16 + steps * threads * 16;
+    static FV_HD uint32_t sums_bytes(uint32_t runs) { return (runs * 8 + 15) / 16 * 16; }
+    static int64_t bytes(int64_t row_vectors, const CommChoice& choice) {
+        const int64_t step = int64_t{choice.threads} * choice.cluster, vectors_of_thread = (row_vectors + step - 1) / step;
+        return sums_bytes(static_cast<uint32_t>((row_vectors + 31) / 32)) + vectors_of_thread * choice.threads * 16;
     }
 };
 
-template <class T, bool kHooks>
-__global__ void __launch_bounds__(512) all_reduce_rms_norm_kernel(
+template <class T, int kRanks, bool kHooks>
+__global__ void __launch_bounds__(most_row_threads(kRanks), 1) all_reduce_rms_norm_kernel(
     const __grid_constant__ CommArgs args,
     const T* __restrict__ x,  // [local_ranks, rows, H]
     T* residual,              // [local_ranks, rows, H]
     const T* __restrict__ weight,  // [H]
     T* out,                   // [local_ranks, rows, H]
-    const int64_t* prefetch, int64_t ranges, int rows, int hidden, float eps, int work_blocks, int cluster) {
+    const int64_t* prefetch, int64_t ranges, int rows, int hidden, float inverse_hidden, float eps, int work_blocks, int cluster_log2) {
     constexpr int kN = Wire<T>::kElements;
-    if (static_cast<int>(blockIdx.x) >= work_blocks) {  // weights are there whatever the launch before does
+    const int local = blockIdx.y;
+    if (static_cast<int>(blockIdx.x) >= work_blocks) {
+        wait_for_previous_launch();  // `done` of the call before is written
+        allow_next_launch();
         const int64_t threads = static_cast<int64_t>(gridDim.x - work_blocks) * blockDim.x;
-        return prefetch_ranges(prefetch, ranges, static_cast<int64_t>(blockIdx.x - work_blocks) * blockDim.x + threadIdx.x, threads);
+        return prefetch_ranges(prefetch, ranges, static_cast<int64_t>(blockIdx.x - work_blocks) * blockDim.x + threadIdx.x, threads,
+                               args.first.state + local * args.state_step + kDone);
     }
-    const int local = blockIdx.y, team = blockIdx.x / cluster, teams = work_blocks / cluster, lane = threadIdx.x & 31;
+    const int cluster = 1 << cluster_log2, lane = threadIdx.x & 31;
+    const int team = blockIdx.x >> cluster_log2, teams = work_blocks >> cluster_log2;
     const uint32_t vectors = (hidden + kN - 1) / kN, step = cluster * blockDim.x;
-    const uint32_t mine = blockIdx.x % cluster * blockDim.x + threadIdx.x;  // this thread's first vector of every row
-    const RowMemory memory(vectors, blockDim.x, cluster);
-    float* run_sums = reinterpret_cast<float*>(dynamic_shared());
-    uint4* row_vectors = reinterpret_cast<uint4*>(dynamic_shared() + (memory.runs * 8 + 15) / 16 * 16) + threadIdx.x;
+    const uint32_t mine = (blockIdx.x & (cluster - 1)) * blockDim.x + threadIdx.x;  // this thread's first vector of every row
+    const uint32_t runs = (vectors + 31) / 32;
+    uint4* row_vectors = reinterpret_cast<uint4*>(dynamic_shared() + RowMemory::sums_bytes(runs)) + threadIdx.x;
     const int64_t offset = static_cast<int64_t>(local) * rows * hidden;
     x += offset, residual += offset, out += offset;
 
     // the first vector of the first row, and all that its norm needs, on its way before the epoch is known
     const uint4 zero = make_uint4(0, 0, 0, 0);
     const bool early = mine < vectors;
-    const uint4 early_weight = early ? load_vector(weight, mine, hidden) : zero;  // a weight is nobody's output
+    const Vectors<const T> weight_vectors(weight, hidden);
+    const uint4 early_weight = early ? weight_vectors.load(mine) : zero;  // a weight is nobody's output
     wait_for_previous_launch();
     allow_next_launch();
     Exchange<kHooks> exchange(args, local, work_blocks);
@@ -71,22 +79,88 @@ __global__ void __launch_bounds__(512) all_reduce_rms_norm_kernel(
     exchange.begin();
     early_x = escape(early_x, Wire<T>::kNan);
     exchange.wipe_old_tags();
-    auto sum_of = [&](int row) { return Sum<T, kHooks>(exchange, x + static_cast<int64_t>(row) * hidden, hidden, row); };
-    auto own = [&](const Sum<T, kHooks>& sum, int row, uint32_t j) { return row == team && j == mine ? early_x : sum.load(j); };
+    auto sum_of = [&](int row) { return Sum<T, kRanks, kHooks>(exchange, x + static_cast<int64_t>(row) * hidden, hidden, row); };
+    auto own = [&](const Sum<T, kRanks, kHooks>& sum, int row, uint32_t j) { return row == team && j == mine ? early_x : sum.load(j); };
+    // residual + sum, rounded; the squares of it
+    auto add = [](uint4 total, uint4 old, float& squares) {
+        float f[kN], r[kN];
+        Wire<T>::unpack(total, f);
+        Wire<T>::unpack(old, r);
+#pragma unroll
+        for (int k = 0; k < kN; ++k) r[k] += f[k];
+        const uint4 rounded = Wire<T>::pack(r);
+        Wire<T>::unpack(rounded, r);
+#pragma unroll
+        for (int k = 0; k < kN; ++k) squares += r[k] * r[k];
+        return rounded;
+    };
+    auto share = [&](float squares, uint32_t j, float* run_sums) {  // the sum of a warp's squares to every block of the cluster
+        squares = warp_sum(squares);
+        if (lane < cluster && j - lane < vectors) cluster_map(run_sums, lane)[j / 32] = squares;
+    };
+    auto scale_of = [&](const float* run_sums) {
+        float squares = 0.0f;
+#pragma unroll 1
+        for (uint32_t run = lane; run < runs; run += 32) squares += run_sums[run];
+        return rsqrt_rn(warp_sum(squares) * inverse_hidden + eps);
+    };
+    auto normalize = [](uint4 v, uint4 weights, float scale) {
+        float r[kN], w[kN];
+        Wire<T>::unpack(v, r);
+        Wire<T>::unpack(weights, w);
+#pragma unroll
+        for (int k = 0; k < kN; ++k) r[k] = r[k] * scale * w[k];
+        return Wire<T>::pack(r);
+    };
+    auto meet = [&] {
+        if (cluster > 1) cluster_barrier();
+        else __syncthreads();
+    };
+    auto say_done = [&] {
+        if (ranges > 0 && blockIdx.x == 0 && threadIdx.x == 0) exchange.state[kDone] = exchange.epoch;
+    };
 
+    if constexpr (kRanks <= 2) {
+        if (teams >= rows && vectors <= step) {  // one vector per thread: all of it in registers
+            Sum<T, kRanks, kHooks> sum = sum_of(team);
+            float* const run_sums = reinterpret_cast<float*>(dynamic_shared());
+            float squares = 0.0f;
+            uint4 rounded = zero;
+            if (early) {
+                sum.offer(mine, early_x);
+                rounded = add(sum.reduce(mine, early_x), early_residual, squares);
+            }
+            share(squares, mine, run_sums);
+            meet();
+            exchange.advance();
+            const float scale = scale_of(run_sums);
+            if (early) {
+                Vectors<T>(residual + first, hidden).store(mine, rounded);
+                Vectors<T>(out + first, hidden).store(mine, normalize(rounded, early_weight, scale));
+            }
+            return say_done();
+        }
+    }
+
+#pragma unroll 1
     for (int row = team; row < rows; row += teams) {
-        const Sum<T, kHooks> sum = sum_of(row);
+        const Sum<T, kRanks, kHooks> sum = sum_of(row);
+#pragma unroll 1
         for (uint32_t j = mine; j < vectors; j += step) sum.offer(j, own(sum, row, j));
     }
     exchange.finish();
     // What this rank owns: one-shot all of a row when its turn comes; else of all rows before it waits for other owners. It
     // stays in shared memory until its norm, or in `out` if there are more rows than teams.
-    const bool kept = args.form == kOneShot || teams >= rows;
+    const bool one_shot = kRanks <= 2 || args.form == kOneShot, kept = one_shot || teams >= rows;
     int ahead = team;
-    for (int row = team; row < rows; row += teams, run_sums = reinterpret_cast<float*>(dynamic_shared()) + (row / teams & 1 ? memory.runs : 0)) {
-        for (const int until = args.form == kOneShot ? row + 1 : rows; ahead < until; ahead += teams) {
-            Sum<T, kHooks> sum = sum_of(ahead);
+#pragma unroll 1
+    for (int row = team, odd = 0; row < rows; row += teams, odd ^= 1) {
+        float* const run_sums = reinterpret_cast<float*>(dynamic_shared()) + (odd ? runs : 0);
+#pragma unroll 1
+        for (const int until = one_shot ? row + 1 : rows; ahead < until; ahead += teams) {
+            Sum<T, kRanks, kHooks> sum = sum_of(ahead);
             uint4* keep = row_vectors;
+#pragma unroll 1
             for (uint32_t j = mine; j < vectors; j += step, keep += blockDim.x) {
                 if (!sum.mine(j)) continue;
                 const uint4 v = sum.reduce(j, own(sum, ahead, j));
@@ -94,63 +168,48 @@ __global__ void __launch_bounds__(512) all_reduce_rms_norm_kernel(
                 else store_vector(out + static_cast<int64_t>(ahead) * hidden, j, hidden, v);
             }
         }
-        Sum<T, kHooks> sum = sum_of(row);
-        T* const row_residual = residual + static_cast<int64_t>(row) * hidden;
-        T* const row_out = out + static_cast<int64_t>(row) * hidden;
+        Sum<T, kRanks, kHooks> sum = sum_of(row);
+        const Vectors<T> row_residual(residual + static_cast<int64_t>(row) * hidden, hidden);
+        const Vectors<T> row_out(out + static_cast<int64_t>(row) * hidden, hidden);
         uint4* keep = row_vectors;
+#pragma unroll 1
         for (uint32_t j = mine; j - lane < vectors; j += step, keep += blockDim.x) {  // whole warps
             float squares = 0.0f;
             if (j < vectors) {
-                const uint4 old = row == team && j == mine ? early_residual : load_vector(row_residual, j, hidden);
-                const uint4 total = !sum.mine(j) ? sum.receive(j) : kept ? *keep : load_vector(row_out, j, hidden);
-                float f[kN], r[kN];
-                Wire<T>::unpack(total, f);
-                Wire<T>::unpack(old, r);
-#pragma unroll
-                for (int k = 0; k < kN; ++k) r[k] += f[k];
-                const uint4 rounded = Wire<T>::pack(r);
-                store_vector(row_residual, j, hidden, rounded);
-                *keep = rounded;
-                Wire<T>::unpack(rounded, r);
-#pragma unroll
-                for (int k = 0; k < kN; ++k) squares += r[k] * r[k];
+                const uint4 old = row == team && j == mine ? early_residual : row_residual.load(j);
+                *keep = add(!sum.mine(j) ? sum.receive(j) : kept ? *keep : row_out.load(j), old, squares);
+                row_residual.store(j, *keep);
             }
-            squares = warp_sum(squares);
-            if (lane < cluster) cluster_map(run_sums, lane)[j / 32] = squares;
+            share(squares, j, run_sums);
         }
-        if (cluster > 1) cluster_barrier();
-        else __syncthreads();
-        float squares = 0.0f;
-        for (int run = lane; run < memory.runs; run += 32) squares += run_sums[run];
-        squares = warp_sum(squares);
-        const float scale = 1.0f / __fsqrt_rn(squares / static_cast<float>(hidden) + eps);
+        meet();
+        const float scale = scale_of(run_sums);
         keep = row_vectors;
+#pragma unroll 1
         for (uint32_t j = mine; j < vectors; j += step, keep += blockDim.x) {
-            const uint4 weights = j == mine ? early_weight : load_vector(weight, j, hidden);
-            float r[kN], w[kN];
-            Wire<T>::unpack(*keep, r);
-            Wire<T>::unpack(weights, w);
-#pragma unroll
-            for (int k = 0; k < kN; ++k) r[k] = r[k] * scale * w[k];
-            store_vector(row_out, j, hidden, Wire<T>::pack(r));
+            row_out.store(j, normalize(*keep, j == mine ? early_weight : weight_vectors.load(j), scale));
         }
     }
+    say_done();
 }
 
 template <class T>
 void run(const Launch& launch, const fv_comm& c, const Tensor& x, const Tensor& residual, const Tensor& weight,
          const Tensor& out, const OptTensor& prefetch, int64_t rows, int64_t hidden, float eps) {
     const int64_t size = sizeof(T), row_vectors = (hidden * size + 15) / 16;
-    const CommArgs args = comm_kernel_args(c, comm_form(c, rows * hidden * size));
+    const CommForm form = comm_form(c, rows * hidden * size);
+    const CommArgs args = comm_kernel_args(c, form);
     const int64_t ranges = prefetch ? prefetch->size(0) : 0;
-    const CommChoice choice = choose_rms_norm(rows, row_vectors, c, launch.props, ranges > 0);
-    const RowMemory memory(row_vectors, choice.threads, choice.cluster);
-    FV_CHECK(memory.bytes <= launch.props.max_smem, launch.op, ": x must have rows of at most ", (launch.props.max_smem - 9216) / size,
+    const CommChoice choice = choose_rms_norm(rows, row_vectors, c, launch.props, form, ranges > 0);
+    const int64_t memory = RowMemory::bytes(row_vectors, choice);
+    FV_CHECK(memory <= launch.props.max_smem, launch.op, ": x must have rows of at most ", (launch.props.max_smem - 9216) / size,
              " elements; got ", hidden, ". Fix: all_reduce, then the norm.");
-    auto kernel = comm_has_hooks(c) ? &all_reduce_rms_norm_kernel<T, true> : &all_reduce_rms_norm_kernel<T, false>;
-    launch_comm(launch, c, kernel, choice, choice.prefetch_blocks, static_cast<size_t>(memory.bytes), args, cptr<T>(x),
+    auto kernel = comm_has_hooks(c) ? &all_reduce_rms_norm_kernel<T, kMaxRanks, true>
+                : c.world <= 2 && args.form == kOneShot ? &all_reduce_rms_norm_kernel<T, 2, false>
+                : c.world <= 4 ? &all_reduce_rms_norm_kernel<T, 4, false> : &all_reduce_rms_norm_kernel<T, kMaxRanks, false>;
+    launch_comm(launch, c, kernel, choice, choice.prefetch_blocks, static_cast<size_t>(memory), args, cptr<T>(x),
                 mptr<T>(residual), cptr<T>(weight), mptr<T>(out), cptr<int64_t>(prefetch), ranges, static_cast<int>(rows),
-                static_cast<int>(hidden), eps, choice.blocks, choice.cluster);
+                static_cast<int>(hidden), 1.0f / static_cast<float>(hidden), eps, choice.blocks, log2_of(choice.cluster));
 }
 
 void all_reduce_rms_norm_cuda(const Tensor x, Tensor residual, const Tensor weight, Tensor out, const OptTensor prefetch,

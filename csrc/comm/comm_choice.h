@@ -32,20 +32,28 @@ inline CommChoice choose_all_reduce(int64_t vectors, int most_blocks) {
     return CommChoice{static_cast<int>(blocks < most_blocks ? blocks : most_blocks), threads, 1};
 }
 
+constexpr int log2_of(int power_of_two) { return power_of_two > 1 ? 1 + log2_of(power_of_two / 2) : 0; }
+
+// Of a block of all_reduce_rms_norm: what the sums of many ranks hold leaves registers for fewer threads.
+constexpr int most_row_threads(int ranks) { return ranks > 4 ? 256 : 512; }
+
 // A row is a cluster's (sm_90, sm_100) or a block's. Bits do not depend on the choice.
-inline CommChoice choose_rms_norm(int64_t rows, int64_t row_vectors, const fv_comm& c, const DeviceProps& props, bool prefetch) {
+inline CommChoice choose_rms_norm(int64_t rows, int64_t row_vectors, const fv_comm& c, const DeviceProps& props, CommForm form,
+                                  bool prefetch) {
+    const int most_threads = most_row_threads(c.ranks[0].hooks ? kMaxRanks : c.world);
     int most = most_comm_blocks(c, props.sms), threads = 128;
     int64_t most_cluster = props.major == 9 || props.major == 10 ? 8 : 1, cluster = 1;
     CommChoice choice;
+    if (c.local_ranks == 1 && form == kOneShot && most <= kEpochWords / 2) most *= 2;  // blocks wait for the same block of peers: any number will do
     if (c.local_ranks > 1) {  // all at once: half of the blocks may prefetch; small clusters always find room
         most = prefetch && most > 1 ? most / 2 : most;
         while (most_cluster > 4 || most_cluster > most) most_cluster /= 2;
     }
-    while (threads < 512 && row_vectors > most_cluster * threads) threads *= 2;
+    while (threads < most_threads && row_vectors > most_cluster * threads) threads *= 2;
     while (cluster < most_cluster && cluster * threads < row_vectors) cluster *= 2;
     while (cluster > 1 && rows * cluster > most) {
         cluster /= 2;
-        if (threads < 512) threads *= 2;
+        if (threads < most_threads) threads *= 2;
     }
     int64_t teams = most / cluster;
     teams = teams < 1 ? 1 : teams < rows ? teams : rows;

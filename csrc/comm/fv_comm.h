@@ -76,6 +76,7 @@ enum CommState : int {
     kEpoch = 0,              // [block]: number of the next call, never 0; every call moves all of them on
     kPoison = kEpochWords,   // != 0: this rank has given up
     kMissing,                // ranks somebody waited for when it gave up
+    kDone,                   // number of the last call whose blocks prefetched weights, written when its rows are done
     kCommStateWords = kEpochWords + 8,
 };
 

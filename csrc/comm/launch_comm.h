@@ -11,7 +11,8 @@ namespace fv {
 inline CommArgs comm_kernel_args(const fv_comm& c, CommForm form) {
     CommArgs a = {};
     a.first = c.ranks[0];
-    a.stride = slot_stride(c.max_bytes);
+    a.stride = static_cast<uint32_t>(slot_stride(c.max_bytes) / 16);
+    a.region = a.stride * static_cast<uint32_t>(c.world);
     a.deadline_ns = c.deadline_ns;
     a.world = c.world;
     a.first_rank = c.rank;

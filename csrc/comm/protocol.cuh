@@ -27,7 +27,8 @@ constexpr uint32_t kWipeEvery = 1u << 20;
 // Everything a kernel needs, by value. Virtual ranks share the slabs; their words lie *_step apart.
 struct CommArgs {
     CommRank first;
-    int64_t stride;        // bytes of a slot
+    uint32_t stride;       // vectors of a slot
+    uint32_t region;       // and of a region: world slots. With 3 x 2 x 8 slots of 2^26 vectors, 32 bits are enough
     uint64_t deadline_ns;
     int32_t world, first_rank, form;
     int32_t state_step, status_step, hooks_step;
@@ -44,6 +45,21 @@ __device__ __forceinline__ uint4 escape(uint4 v, uint32_t nan) {
     return v;
 }
 
+// Seldom called, so kept out of the way of what is.
+static __device__ __noinline__ void say_lost(const CommArgs& args, int rank) {
+    for (int r = 0; r < args.world; ++r) st_relaxed_sys(reinterpret_cast<uint32_t*>(args.first.slabs[r]), 1u + rank);
+}
+static __device__ __noinline__ void write_report(uint32_t* state, uint32_t* status, uint32_t why, uint32_t missing, int stage, int rank,
+                                                 uint32_t epoch) {
+    atomicOr(&state[kMissing], missing);
+    st_relaxed_sys(&status[kMissingMask], ld_relaxed_sys(&state[kMissing]));
+    if (ld_relaxed_sys(&status[kFailure]) != kNoFailure) return;
+    st_relaxed_sys(&status[kFailedRank], rank);
+    st_relaxed_sys(&status[kFailedEpoch], epoch);
+    st_relaxed_sys(&status[kFailedStage], stage);
+    st_relaxed_sys(&status[kFailure], why);
+}
+
 template <bool kHooks>
 struct Exchange {
     const CommArgs& args;
@@ -51,6 +67,8 @@ struct Exchange {
     int rank;
     int blocks;                // of this rank that exchange
     uint32_t epoch, buffer;
+    uint32_t inbox;            // of this call, region 0: slot of source 0, in vectors from the begin of a slab
+    uint32_t outbox;           // and that of this rank
     bool failed;               // of this thread; what it takes from then on is NaN
     uint32_t poison;           // as loaded
 
@@ -64,6 +82,8 @@ struct Exchange {
     }
     __device__ __forceinline__ void begin() {
         buffer = epoch % kCommBuffers;
+        inbox = static_cast<uint32_t>(kSlabHeader / 16) + buffer * 2 * args.region;
+        outbox = inbox + rank * args.stride;
         failed = poison != 0;
         if (failed && threadIdx.x == 0) report(kPoisonedByPeer, 0, 9);
     }
@@ -74,23 +94,25 @@ struct Exchange {
     // After the sends: moves the epoch on.
     __device__ __forceinline__ void finish() const {
         __syncthreads();
+        advance();
+    }
+    // The same after another barrier of the block.
+    __device__ __forceinline__ void advance() const {
         const int step = blocks * static_cast<int>(blockDim.x);
+#pragma unroll 1
         for (int w = blockIdx.x + blocks * static_cast<int>(threadIdx.x); w < kEpochWords; w += step) state[kEpoch + w] = next_epoch();
     }
 
-    // Where `reader` finds what `source` sends.
-    __device__ __forceinline__ uint8_t* slot_of(int reader, uint32_t buf, int region, int source) const {
-        const int64_t index = static_cast<int64_t>((buf * 2 + region) * args.world + source);
-        return args.first.slabs[reader] + kSlabHeader + index * args.stride;
-    }
+    __device__ __forceinline__ uint8_t* vector_at(int reader, uint32_t i) const { return args.first.slabs[reader] + uint64_t{i} * 16; }
+    // Where `reader` finds what `source` sends in a small gather.
     __device__ __forceinline__ uint8_t* gather_slot(int reader, uint32_t buf, int source) const {
         const int64_t index = static_cast<int64_t>(buf * args.world + source);
-        return args.first.slabs[reader] + gather_offset(args.world, args.stride) + index * kGatherStride;
+        return args.first.slabs[reader] + gather_offset(args.world, int64_t{args.stride} * 16) + index * kGatherStride;
     }
 
     // Vector number i of a slot; v is escaped already.
     __device__ __forceinline__ void send(int peer, int region, uint32_t i, uint4 v) const {
-        uint8_t* to = slot_of(peer, buffer, region, rank) + i * int64_t{16};
+        uint8_t* to = vector_at(peer, outbox + (region ? args.region : 0) + i);
         if constexpr (kHooks) {
             if (hooks) {
                 auto half = [&](uint4 w, bool second) {
@@ -118,30 +140,35 @@ struct Exchange {
     }
 
     // Waits for vector i of each rank in `sources` (bits), takes them and leaves the slots empty. After a failure all words
-    // are NaN. The loads of one round are all on their way before the first is looked at.
-    __device__ __forceinline__ void take(uint32_t sources, int region, uint32_t i, uint4 (&got)[kMaxRanks]) {
-        uint8_t* from = slot_of(rank, buffer, region, 0) + i * int64_t{16};
+    // are NaN. The loads of one round are all on their way before the first is looked at. kRanks >= the number of ranks.
+    template <int kRanks>
+    __device__ __forceinline__ void take(uint32_t sources, int region, uint32_t i, uint4 (&got)[kRanks]) {
+        uint8_t* from = vector_at(rank, inbox + (region ? args.region : 0) + i);
         uint32_t pending = failed ? 0 : sources;
         Patience patience;
         while (pending != 0) {
 #pragma unroll
-            for (int r = 0; r < kMaxRanks; ++r) {
-                if (pending >> r & 1) got[r] = ld_relaxed_sys_16(from + r * args.stride);
+            for (int r = 0; r < kRanks; ++r) {
+                if (pending >> r & 1) got[r] = ld_relaxed_sys_16(from + uint64_t{args.stride} * 16 * r);
             }
 #pragma unroll
-            for (int r = 0; r < kMaxRanks; ++r) {
+            for (int r = 0; r < kRanks; ++r) {
                 if ((pending >> r & 1) && has_arrived(got[r])) pending &= ~(1u << r);
             }
             if (pending != 0 && !wait_on(patience, pending, region)) break;
         }
+        if (failed) {
 #pragma unroll
-        for (int r = 0; r < kMaxRanks; ++r) {
-            if (failed) got[r] = empty_vector();
-            else if (sources >> r & 1) st_relaxed_sys_16(from + r * args.stride, empty_vector());
+            for (int r = 0; r < kRanks; ++r) got[r] = empty_vector();
+            return;
+        }
+#pragma unroll 1
+        for (; sources != 0; sources >>= 1, from += uint64_t{args.stride} * 16) {
+            if (sources & 1) st_relaxed_sys_16(from, empty_vector());
         }
     }
     __device__ __forceinline__ uint4 take_one(int source, int region, uint32_t i) {
-        uint8_t* from = slot_of(rank, buffer, region, source) + i * int64_t{16};
+        uint8_t* from = vector_at(rank, inbox + (region ? args.region : 0) + source * args.stride + i);
         Patience patience;
         while (!failed) {
             const uint4 got = ld_relaxed_sys_16(from);
@@ -187,16 +214,10 @@ struct Exchange {
         failed = true;
         report(why, missing, stage);
         st_relaxed_sys(&state[kPoison], 1);
-        for (int r = 0; r < args.world; ++r) st_relaxed_sys(poison_of(args.first.slabs[r]), 1u + rank);
+        say_lost(args, rank);
     }
     __device__ __forceinline__ void report(uint32_t why, uint32_t missing, int stage) {
-        atomicOr(&state[kMissing], missing);
-        st_relaxed_sys(&status[kMissingMask], ld_relaxed_sys(&state[kMissing]));
-        if (ld_relaxed_sys(&status[kFailure]) != kNoFailure) return;
-        st_relaxed_sys(&status[kFailedRank], rank);
-        st_relaxed_sys(&status[kFailedEpoch], epoch);
-        st_relaxed_sys(&status[kFailedStage], stage);
-        st_relaxed_sys(&status[kFailure], why);
+        write_report(state, status, why, missing, stage, rank, epoch);
     }
 
     // Rarely: forget the tags of the buffer that call e - 1 used; peers write it next in call e + 2.
@@ -204,6 +225,7 @@ struct Exchange {
         if (epoch % kWipeEvery >= kCommBuffers) return;
         uint8_t* begin = gather_slot(rank, previous_buffer(), 0);
         const int64_t vectors = args.world * kGatherStride / 16, threads = static_cast<int64_t>(blocks) * blockDim.x;
+#pragma unroll 1
         for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < vectors; i += threads) {
             st_relaxed_sys_16(begin + i * 16, make_uint4(0, 0, 0, 0));
         }

@@ -8,11 +8,11 @@
 
 namespace fv {
 
-template <class T, bool kHooks>
+// kRanks: at least the number of ranks; little code and few registers where it is small. 2: one-shot only (two hops never pay).
+template <class T, int kRanks, bool kHooks>
 struct Sum {
     Exchange<kHooks>& exchange;
-    const T* x;
-    int64_t n;
+    Vectors<const T> x;
     int form;
     uint32_t vectors;     // of the input
     int base, parts;      // the ranks that own slices: [base, base + parts)
@@ -23,32 +23,30 @@ struct Sum {
 
     // `segment`: of equally long ones in one call, which use the slots one behind the other.
     __device__ __forceinline__ Sum(Exchange<kHooks>& e, const T* input, int64_t elements, uint32_t segment = 0)
-        : exchange(e), x(input), n(elements), form(e.args.form), vectors(vectors_of(elements)) {
+        : exchange(e), x(input, elements), form(e.args.form), vectors(x.count()) {
         const int world = e.args.world;
-        parts = form == kIslands ? world / 2 : world;
-        base = form == kIslands && e.rank >= parts ? parts : 0;
-        slice = form == kOneShot ? vectors : (vectors + parts - 1) / parts;
-        begin = form == kOneShot ? 0 : least(vectors, (e.rank - base) * slice);
+        parts = !one_shot() && form == kIslands ? world / 2 : world;
+        base = !one_shot() && form == kIslands && e.rank >= parts ? parts : 0;
+        slice = one_shot() ? vectors : (vectors + parts - 1) / parts;
+        begin = one_shot() ? 0 : least(vectors, (e.rank - base) * slice);
         end = least(vectors, begin + slice);
         at = segment * slice;
     }
-    static __device__ __forceinline__ uint32_t vectors_of(int64_t elements) {
-        return static_cast<uint32_t>((elements + Wire<T>::kElements - 1) / Wire<T>::kElements);
-    }
+    __device__ __forceinline__ bool one_shot() const { return kRanks <= 2 || form == kOneShot; }
     static __device__ __forceinline__ uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-    __device__ __forceinline__ bool mine(uint32_t j) const { return j >= begin && j < end; }
+    __device__ __forceinline__ bool mine(uint32_t j) const { return one_shot() || (j >= begin && j < end); }
     // The k-th vector in the order of this rank: those of the next owner first, so that ranks do not all send to one.
     __device__ __forceinline__ uint32_t turn(uint32_t k) const {
-        if (form == kOneShot) return k;
+        if (one_shot()) return k;
         return k < vectors - end ? end + k : k - (vectors - end);
     }
-    __device__ __forceinline__ uint4 load(uint32_t j) const { return escape(load_vector(x, j, n), Wire<T>::kNan); }
+    __device__ __forceinline__ uint4 load(uint32_t j) const { return escape(x.load(j), Wire<T>::kNan); }
 
     // What peers need of this rank's vector j.
     __device__ __forceinline__ void offer(uint32_t j, uint4 v) const {
         if (exchange.failed) return;
-        if (form == kOneShot) return to_others(0, exchange.args.world, 0, at + j, v);
+        if (one_shot()) return to_others(0, exchange.args.world, 0, at + j, v);
         if (mine(j)) return;
         const int owner = j / slice;
         exchange.send(base + owner, 0, at + j - owner * slice, v);
@@ -57,7 +55,7 @@ struct Sum {
     __device__ __forceinline__ uint4 reduce(uint32_t j, uint4 own) {
         const uint32_t i = at + j - begin, members = ((1u << parts) - 1) << base;
         uint4 total = add(members, 0, i, own);
-        if (form == kOneShot) return total;
+        if (one_shot()) return total;
         if (form == kIslands) {
             const int partner = base == 0 ? exchange.rank + parts : exchange.rank - parts;
             if (!exchange.failed) exchange.send(partner, 0, i, total);
@@ -75,6 +73,7 @@ struct Sum {
 
 private:
     __device__ __forceinline__ void to_others(int first, int count, int region, uint32_t i, uint4 v) const {
+#pragma unroll 1
         for (int k = 1; k < count; ++k) {  // every rank starts at another peer
             const int peer = exchange.rank + k < first + count ? exchange.rank + k : exchange.rank + k - count;
             exchange.send(peer, region, i, v);
@@ -82,20 +81,18 @@ private:
     }
     __device__ __forceinline__ uint4 add(uint32_t members, int region, uint32_t i, uint4 own) {
         constexpr int kN = Wire<T>::kElements;
-        uint4 got[kMaxRanks];
+        uint4 got[kRanks];
         exchange.take(members & ~(1u << exchange.rank), region, i, got);
         float total[kN];
 #pragma unroll
-        for (int k = 0; k < kN; ++k) total[k] = 0.0f;
-        bool first = true;
+        for (int k = 0; k < kN; ++k) total[k] = -0.0f;  // -0 + x is x for every x, both zeros included
 #pragma unroll
-        for (int r = 0; r < kMaxRanks; ++r) {
+        for (int r = 0; r < kRanks; ++r) {
             if (!(members >> r & 1)) continue;
             float f[kN];
             Wire<T>::unpack(r == exchange.rank ? own : got[r], f);
 #pragma unroll
-            for (int k = 0; k < kN; ++k) total[k] = first ? f[k] : total[k] + f[k];
-            first = false;
+            for (int k = 0; k < kN; ++k) total[k] += f[k];
         }
         return escape(Wire<T>::pack(total), Wire<T>::kNan);
     }

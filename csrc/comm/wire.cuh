@@ -5,7 +5,11 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cmath>
 #include <cstring>
+#include <type_traits>
+
+#include "common/ptx.cuh"
 
 namespace fv {
 
@@ -69,35 +73,88 @@ struct Wire<__half> {
     }
 };
 
-// Vector i of n elements at x: the last one may be short (zeros behind the end); unaligned pointers go by elements.
+// 1 / sqrt(x), rounded to nearest.
+__device__ __forceinline__ float rsqrt_rn(float x) {
+#ifdef FV_EMULATE
+    return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x)));
+#else
+    return __frsqrt_rn(x);
+#endif
+}
+
+// Brings at most 1 KiB from p on into L2, or not: a hint.
+__device__ __forceinline__ void pull_into_l2(const char* p, int64_t bytes) {
+#if !defined(FV_EMULATE) && __CUDA_ARCH__ >= 900
+    const uint64_t begin = reinterpret_cast<uint64_t>(p) & ~uint64_t{15}, end = reinterpret_cast<uint64_t>(p) + bytes;
+    const uint32_t size = static_cast<uint32_t>(end - begin) & ~15u;
+    if (size > 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(size) : "memory");
+#else
+    for (int64_t i = 0; i < bytes; i += 128) prefetch_l2(p + i);
+#endif
+}
+
+// The vector one element further up (down): its first element comes in as (goes out from) the low bits.
 template <class T>
-__device__ __forceinline__ uint4 load_vector(const T* x, int64_t i, int64_t n) {
+__device__ __forceinline__ uint4 shift_in(uint4 v, uint32_t bits) {
+    if constexpr (sizeof(T) == 4) return make_uint4(bits, v.x, v.y, v.z);
+    constexpr int kBits = 8 * sizeof(T) % 32;
+    return make_uint4(v.x << kBits | bits, __funnelshift_l(v.x, v.y, kBits), __funnelshift_l(v.y, v.z, kBits), __funnelshift_l(v.z, v.w, kBits));
+}
+template <class T>
+__device__ __forceinline__ uint4 shift_out(uint4 v) {
+    if constexpr (sizeof(T) == 4) return make_uint4(v.y, v.z, v.w, 0);
+    constexpr int kBits = 8 * sizeof(T) % 32;
+    return make_uint4(__funnelshift_r(v.x, v.y, kBits), __funnelshift_r(v.y, v.z, kBits), __funnelshift_r(v.z, v.w, kBits), v.w >> kBits);
+}
+
+// Vector i of n elements at x: the last one may be short (zeros behind the end); unaligned pointers go by elements. What is
+// rare is a call, so that it costs neither registers nor instruction cache where it does not happen.
+template <class T>
+static __device__ __noinline__ uint4 load_elements(const T* x, int64_t i, int64_t n) {
     constexpr int kN = 16 / sizeof(T);
-    const T* p = x + i * kN;
-    if ((i + 1) * kN <= n && (reinterpret_cast<uintptr_t>(p) & 15) == 0) return *reinterpret_cast<const uint4*>(p);
-    T part[kN];
-    const uint4 zero = make_uint4(0, 0, 0, 0);
-    memcpy(part, &zero, 16);
-    for (int k = 0; k < kN; ++k) {
-        if (i * kN + k < n) part[k] = p[k];
+    uint4 v = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int64_t k = n - i * kN < kN ? n - i * kN - 1 : kN - 1; k >= 0; --k) {
+        uint32_t bits = 0;
+        memcpy(&bits, x + i * kN + k, sizeof(T));
+        v = shift_in<T>(v, bits);
     }
-    uint4 v;
-    memcpy(&v, part, 16);
     return v;
 }
 template <class T>
-__device__ __forceinline__ void store_vector(T* x, int64_t i, int64_t n, uint4 v) {
+static __device__ __noinline__ void store_elements(T* x, int64_t i, int64_t n, uint4 v) {
     constexpr int kN = 16 / sizeof(T);
     T* p = x + i * kN;
-    if ((i + 1) * kN <= n && (reinterpret_cast<uintptr_t>(p) & 15) == 0) {
-        *reinterpret_cast<uint4*>(p) = v;
-        return;
+#pragma unroll 1
+    for (T* const end = n - i * kN < kN ? x + n : p + kN; p < end; ++p, v = shift_out<T>(v)) memcpy(p, &v.x, sizeof(T));
+}
+
+// A tensor as vectors.
+template <class T>
+struct Vectors {
+    static constexpr int kN = 16 / sizeof(T);
+    T* x;
+    int64_t n;       // elements
+    uint32_t whole;  // vectors that may be accessed as such: 0 if x is not aligned
+    __device__ __forceinline__ Vectors(T* p, int64_t elements)
+        : x(p), n(elements), whole(reinterpret_cast<uintptr_t>(p) & 15 ? 0 : static_cast<uint32_t>(elements / kN)) {}
+    __device__ __forceinline__ uint32_t count() const { return static_cast<uint32_t>((n + kN - 1) / kN); }
+    __device__ __forceinline__ uint4 load(uint32_t j) const {
+        return j < whole ? reinterpret_cast<const uint4*>(x)[j] : load_elements(x, j, n);
     }
-    T part[kN];
-    memcpy(part, &v, 16);
-    for (int k = 0; k < kN; ++k) {
-        if (i * kN + k < n) p[k] = part[k];
+    __device__ __forceinline__ void store(uint32_t j, uint4 v) const {
+        if (j < whole) reinterpret_cast<uint4*>(x)[j] = v;
+        else store_elements(x, j, n, v);
     }
+};
+
+template <class T>
+__device__ __forceinline__ uint4 load_vector(const T* x, int64_t i, int64_t n) {
+    return Vectors<const T>(x, n).load(static_cast<uint32_t>(i));
+}
+template <class T>
+__device__ __forceinline__ void store_vector(T* x, int64_t i, int64_t n, uint4 v) {
+    Vectors<T>(x, n).store(static_cast<uint32_t>(i), v);
 }
 
 }  // namespace fv

@@ -12,6 +12,7 @@ from ..eagle3.shapes import OFF, Shape
 from ..eagle3.stats import SynchronizedStats, distinct_ngram_ratio
 from . import ranks
 from .probe_report import Pieces, Row, pieces
+from .report import ms_per_step
 
 WARM_TOKENS = 12
 
@@ -48,6 +49,7 @@ class _Record:
 
     rounds: list = field(default_factory=list)   # of calibration, as Decoder.time_rounds gives them
     split: list = field(default_factory=list)    # the same, the device waited for after every stage
+    plain: list = field(default_factory=list)    # rounds of this decoder without drafts, where they are not those of plain decoding
     stats: tuple = field(default_factory=lambda: ([], []))   # of each half
     texts: tuple = field(default_factory=lambda: ([], []))
 
@@ -108,13 +110,23 @@ def _calibrate(setting: Setting, prompts: list, plan: Plan, record: _Record) -> 
     room = decoder.limit - plan.rounds * (shape.levels + 1) - shape.columns - 3
     prompts = [p[-room:] for p in prompts]
     on_gpu, alone = decoder.target.device.type == "cuda", decoder.target.comm is None
-    if alone or on_gpu:
+    if not decoder.interleaves:  # captured cycles: the host sees no round by itself, so a run gives one mean
+        record.rounds += [_mean_cycle(setting, prompts, plan) for _ in range(2)][1:]  # the first may capture
+    elif alone or on_gpu:
         record.rounds += decoder.time_rounds(prompts, shape, plan.rounds)[1:]
     else:
         record.rounds += ranks.time_rounds(decoder, prompts, shape, plan.rounds)[1:]
     if on_gpu:
         record.split += (decoder.time_rounds(prompts, shape, plan.rounds, SynchronizedStats(torch.cuda.synchronize)) if alone
                          else ranks.time_rounds(decoder, prompts, shape, plan.rounds))[1:]
+        if shape.speculative and not decoder.eagle:  # its rounds without a match are not those of captured plain decoding
+            record.plain += decoder.time_rounds(prompts, OFF, plan.rounds)[1:]
+
+
+def _mean_cycle(setting: Setting, prompts: list, plan: Plan) -> dict:
+    """{"total": ms} of a round of a captured loop behind the prompts, stop ids ignored."""
+    stats = setting.decoder.generate(prompts, plan.rounds * (setting.shape.levels + 1) + 2, SamplingParams(), stop_ids=[]).stats
+    return {"total": ms_per_step(stats)}
 
 
 def _rows(settings: list, records: list) -> list:
@@ -127,5 +139,5 @@ def _rows(settings: list, records: list) -> list:
         distinct = [distinct_ngram_ratio(t) for t in texts]
         calibrated = off if s.shape == OFF else pieces(r.rounds, r.split)
         rows.append(Row(s.draft, s.shape.name, s.shape.nodes, s.shape.levels, calibrated, off, r.stats[0], r.stats[1], equal, tuple(map(len, r.texts)),
-                        sum(distinct) / len(distinct)))
+                        sum(distinct) / len(distinct), pieces(r.plain) if r.plain else None))
     return rows

@@ -72,6 +72,7 @@ class Row:
     equal             texts that are plain decoding's token for token
     halves            prompts in each half
     distinct          mean distinct-4-gram ratio of the texts
+    own_off           Pieces of this drafter's rounds without a match, where they are not those of plain decoding (None: they are)
     """
 
     draft: str
@@ -85,6 +86,7 @@ class Row:
     equal: int = 0
     halves: tuple = (0, 0)
     distinct: float = 1.0
+    own_off: Optional[Pieces] = None
 
     @property
     def prompts(self) -> int:
@@ -113,7 +115,7 @@ class Row:
 
     def round(self, stats: Stats) -> Pieces:
         """The mean round of a run with these counts, from the calibration."""
-        return self.off if self.plain else mix(self.calibrated, self.off, self.share(stats))
+        return self.off if self.plain else mix(self.calibrated, self.own_off or self.off, self.share(stats))
 
     @property
     def break_even(self) -> float:

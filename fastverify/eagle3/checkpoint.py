@@ -16,11 +16,13 @@ import torch
 
 from ..models.hf import read_json
 from .draft import Eagle3Draft
-from .draft_config import DraftConfig, error, resolve_config
+from .draft_config import DraftConfig, error, flatten_config, resolve_config
+from .mla_draft import describe_mla, is_mla
 
 _PREFIXES = ("model.", "module.", "draft_model.", "eagle_module.", "eagle.")
 _RENAMED = {"draft_id_to_target_id": "d2t", "target_id_to_draft_id": "t2d", "aux_norm_low.weight": "fc_norm.0.weight",
             "aux_norm_mid.weight": "fc_norm.1.weight", "aux_norm_high.weight": "fc_norm.2.weight"}
+SIDECAR = "speculative_token_map.pt"
 D2T_FORMATS = ("offset", "absolute", "identity")
 
 
@@ -46,7 +48,7 @@ def load_draft(path: "str | Path", target: Any, *, dtype: torch.dtype = torch.fl
     facts, target_embed, target_head = _target_facts(target)
     raw, tensors = read_files(Path(path))
     tensors, ignored = normalise_names(tensors)
-    _refuse_other_kinds(tensors)
+    _refuse_other_kinds(tensors, flatten_config(raw)[0])
     config = resolve_config(raw, {k: tuple(v.shape) for k, v in tensors.items()}, *facts, aux_convention, max_position)
     config.notes += [f"ignored buffer {name}" for name in ignored]
     check_tensors(config, tensors)
@@ -58,8 +60,15 @@ def load_draft(path: "str | Path", target: Any, *, dtype: torch.dtype = torch.fl
     else:
         config.sources["head"] = "tensor lm_head.weight"
     config.fingerprint, config.trained_for = _fingerprint(d2t, tensors["fc.weight"]), _recorded_target(raw)
-    weights = {k: v.to(device=device, dtype=dtype) for k, v in tensors.items()}
-    return Eagle3Draft(config, weights, head.to(device=device, dtype=dtype), embed, None if d2t is None else d2t.to(device))
+    weights = {k: _aligned(v.to(device=device, dtype=dtype)) for k, v in tensors.items()}
+    head = head.to(device=device, dtype=dtype)
+    head = _aligned(head)
+    return Eagle3Draft(config, weights, head, embed, None if d2t is None else d2t.to(device))
+
+
+def _aligned(t: torch.Tensor) -> torch.Tensor:
+    """`t`, copied if it starts inside a cache line (in a mapped file it may): products then do not depend on the file's layout."""
+    return t.contiguous() if t.data_ptr() % 64 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------------
@@ -87,6 +96,8 @@ def read_files(path: Path) -> tuple:
     tensors: dict = {}
     for name in files:
         tensors.update(_read_weights(path / name))
+    if not any(re.search(r"(^|\.)(d2t|draft_id_to_target_id)$", n) for n in tensors) and (path / SIDECAR).exists():
+        tensors["d2t"] = _sidecar_map(path / SIDECAR)
     return config, tensors
 
 
@@ -106,6 +117,17 @@ def _read_weights(path: Path) -> dict:
     if not isinstance(data, dict) or not all(isinstance(v, torch.Tensor) for v in data.values()):
         raise error(f"{path} must hold a dict of tensors", f"{type(data).__name__}", "save the state dict alone")
     return data
+
+
+def _sidecar_map(path: Path) -> torch.Tensor:
+    """Offsets of speculative_token_map.pt, the list of target ids that NeMo writes beside a draft without d2t."""
+    try:
+        ids = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as exc:
+        raise error(f"{path} must be a tensor of target ids", f"{type(exc).__name__}", "download it again") from exc
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 1 or ids.dtype not in (torch.int64, torch.int32):
+        raise error(f"{path} must be a tensor of target ids", f"{type(ids).__name__}", "use the file as published")
+    return ids.long() - torch.arange(ids.numel())
 
 
 # ---- names and shapes ----------------------------------------------------------------------------------------------------
@@ -131,11 +153,9 @@ def normalise_names(tensors: dict) -> tuple:
     return out, ignored
 
 
-def _refuse_other_kinds(tensors: dict) -> None:
-    if any("kv_a_proj_with_mqa" in k for k in tensors):
-        raise error("the draft must use q/k/v projections",
-                    "an MLA draft (kv_a_proj_with_mqa)",
-                    "use a draft with grouped-query attention")
+def _refuse_other_kinds(tensors: dict, flat: dict) -> None:
+    if is_mla(tensors):
+        raise error("the draft must use q/k/v projections", describe_mla(flat, tensors), "use a draft with grouped-query attention")
     if "fc.weight" in tensors and "layers.0.hidden_norm.weight" not in tensors and "norm.weight" not in tensors:
         raise error("the draft must be an EAGLE-3 head",
                     "an EAGLE-1/2 head (no hidden_norm, no final norm)",

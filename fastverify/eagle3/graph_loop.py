@@ -37,20 +37,23 @@ class GraphLoop:
                 same cycles (every rank submits the same requests in the same order)
     stop_ids    of all requests (at most 16)
     hook        see Cycle
+    grammar     grammar(job, drafted) -> int32 [ceil(V/32)] of allowed ids (bit 1 = allowed), or None for all, where `drafted` are the
+                tokens drafted behind job.tokens (and the prompt). The cycle is then two graphs with this host step between,
+                without run-ahead; stats.host_steps counts them
     exact       text with speculation = text without, bit for bit, whatever the batch (slower; docs/decode_loop.md)
     """
 
     def __init__(self, target, draft=None, *, shapes: tuple = (OFF,), max_batch: int = 1, max_length: int = 2048,
                  num_pages: Optional[int] = None, page_size: int = 16, prefill_chunk: int = 512, run_ahead: int = 2,
                  stop_ids: Optional[list] = None, capture: Optional[bool] = None, hook: Optional[Callable] = None,
-                 calibration_length: int = 256, exact: bool = False) -> None:
+                 calibration_length: int = 256, exact: bool = False, grammar: Optional[Callable] = None) -> None:
         if exact and not target.exact_fits():
             raise ValueError("GraphLoop: exact must have a whole target whose matrices are multiples of 16 x 32, bfloat16 on a GPU; got "
                              f"{target.dtype} on {target.device}. Fix: leave exact off.")
         if any(s.speculative for s in shapes) and draft is None:
             raise ValueError("GraphLoop: draft must be an EAGLE-3 draft for shapes other than off; got None. Fix: pass shapes=(OFF,).")
         self.target, self.draft, self.shapes, self.hook = target, draft, tuple(shapes), hook
-        self.exact = exact
+        self.exact, self.grammar = exact, grammar
         self.device, self.prefill_chunk = target.device, prefill_chunk
         self.run_ahead = run_ahead if target.comm is None else 0
         self.capture = self.device.type == "cuda" if capture is None else capture
@@ -74,7 +77,8 @@ class GraphLoop:
         self.aux_layers = tuple(draft.config.aux_layers) if draft is not None else ()
         self._prefill_plan = VerifyPlan(1, 1, 1, 0, target.dtype, self.device)
         self._cycles: dict = {}       # (batch, shape, processors) -> Cycle
-        self._graphs: dict = {}       # the same -> CUDAGraph
+        self._graphs: dict = {}       # the same -> CUDAGraph (with a grammar: of the cycle's first half)
+        self._second: dict = {}       # with a grammar: the replay of the second half
         self._catch_up: dict = {}     # batch -> CatchUp
         self.times: dict = {}         # (batch, processors) -> {shape name: ms}
         self.controllers: dict = {}
@@ -85,6 +89,11 @@ class GraphLoop:
         self._jobs = 0
         self._read_at: Optional[float] = None  # when the last record was read, if the device has been busy since
         self.stats = Stats()
+        if grammar is not None:
+            rows, words = max_batch * max(s.nodes for s in shapes), -(-target.config.vocab_size // 32)
+            self._mask = torch.full((rows, words), -1, dtype=torch.int32, device=self.device)
+            self._host_mask = torch.full((rows, words), -1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+            self.run_ahead = 0
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -130,6 +139,8 @@ class GraphLoop:
         while (job := self.pool.admit()) is not None:
             self._prefill(job)
         spans, keep = [], 0
+        while self._flight and self.grammar is not None:  # the grammar must know every token so far
+            spans += self._collect()
         if self._worth_a_cycle():
             self._launch()
             keep = self.run_ahead
@@ -186,10 +197,37 @@ class GraphLoop:
     def _replay(self, batch: int, shape: Shape, processors: bool) -> None:
         key = (batch, shape, processors)
         cycle = self._prepare(key)
-        if self.capture:
-            self._graphs[key].replay()
-        else:
-            cycle.run()
+        first, second = (self._graphs[key].replay, self._second.get(key)) if self.capture else self._halves(cycle)
+        first()
+        if self.grammar is not None:
+            self._fill_mask(cycle.plan, self.pool.slots[:batch])
+            self.stats.host_steps += 1
+            second()
+
+    def _halves(self, cycle: Cycle) -> tuple:
+        """(the whole cycle, None), or with a grammar its halves before and after the masks are known."""
+        if self.grammar is None:
+            return cycle.run, None
+        kept: list = [None, None]
+
+        def before() -> None:
+            kept[:] = cycle.verify_inputs()
+
+        return before, lambda: cycle.accept(*kept, bitmask=self._mask[:kept[0].shape[0]])
+
+    def _fill_mask(self, plan: VerifyPlan, jobs: list) -> None:
+        """Asks the grammar about every node of the trees: the host step of a cycle with a grammar."""
+        cu, tokens, parents = plan.tree.cu_nodes.tolist(), plan.tree.tokens.tolist(), plan.tree.parents.tolist()
+        for job, low, high in zip(jobs, cu, cu[1:]):
+            paths: list = []
+            for row in range(low, high):
+                paths.append([] if row == low else paths[parents[row]] + [tokens[row]])
+                self._allow(row, self.grammar(job, paths[-1]))
+        rows = plan.tree.tokens.numel()
+        self._mask[:rows].copy_(self._host_mask[:rows], non_blocking=True)
+
+    def _allow(self, row: int, words: Optional[torch.Tensor]) -> None:
+        self._host_mask[row] = -1 if words is None else words
 
     def _catch_up_now(self, batch: int) -> None:
         if batch not in self._catch_up:
@@ -234,18 +272,25 @@ class GraphLoop:
             self._cycles[key] = cycle
             return cycle
         with _Scratch(self, batch):
-            cycle.run()
-            run = cycle.run
+            parts = [part for part in self._halves(cycle) if part is not None]
+            for part in parts:
+                part()
             if self.capture:
                 torch.cuda.synchronize(self.device)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._memory):
-                    cycle.run()
-                self._graphs[key], run = graph, graph.replay
-            ms = self._time(run)
+                graphs = [self._captured(part) for part in parts]
+                self._graphs[key], parts = graphs[0], [g.replay for g in graphs]
+                if len(parts) > 1:
+                    self._second[key] = parts[1]
+            ms = self._time(lambda: [part() for part in parts])
         self._cycles[key] = cycle
         self.times.setdefault((batch, processors), {})[shape.name] = ms
         return cycle
+
+    def _captured(self, part: Callable) -> "torch.cuda.CUDAGraph":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            part()
+        return graph
 
     def _time(self, run: Callable) -> float:
         """Milliseconds of one cycle in the calibration state."""
@@ -314,7 +359,11 @@ class GraphLoop:
         t.parents.fill_(-1)
         t.cu_nodes.copy_(self._one())
         row = req if processors else replace(req, bias=None, penalties=None, counts=None)
-        accept(self.target, self.target.logits(hidden), plan, row)
+        mask = None
+        if self.grammar is not None:
+            words = self.grammar(job, [])
+            mask = None if words is None else self._send(words.tolist(), torch.int32)[None]
+        accept(self.target, self.target.logits(hidden), plan, row, mask)
         next_inputs(plan.out, t, req.active, req.prefix_len, req.root, ring=self.state.ring, first=job.slot)
 
     def _one(self) -> torch.Tensor:

@@ -30,6 +30,7 @@ class Stats:
     offered: list = field(default_factory=list)
     ms: dict = field(default_factory=lambda: dict.fromkeys(("prefill", "draft", "target", "verify", "other"), 0.0))
     steps: Counter = field(default_factory=Counter)
+    host_steps: int = 0  # cycles cut in two for a grammar's host step
     decode_ms: float = 0.0
     plain_ms: Optional[float] = None
     controller: str = ""
@@ -84,7 +85,7 @@ class Stats:
             rounds=self.rounds, steps=dict(self.steps), emitted=self.emitted, tau=self.tau, accepted=self.accepted,
             drafted=self.drafted, per_depth=[dict(depth=d, unconditional=u, conditional=c) for d, u, c in self.per_depth()],
             ms=dict(self.ms), decode_ms=self.decode_ms, tokens_per_second=self.tokens_per_second,
-            break_even_tau=self.break_even, plain_ms_per_step=self.plain_ms, controller=self.controller)
+            host_steps=self.host_steps, break_even_tau=self.break_even, plain_ms_per_step=self.plain_ms, controller=self.controller)
 
 
 class SynchronizedStats(Stats):

@@ -15,9 +15,11 @@ from typing import Any, Optional
 
 import torch
 
+from .. import _ops
 from ..attention.tree_attention import tree_attention
 from ..eagle3.checkpoint import load_draft
 from ..eagle3.decode import Decoder, Result, SamplingParams
+from ..eagle3.graph_decode import GraphDecoder
 from ..eagle3.stats import Stats
 from ..models import hf
 from ..models.config import ModelConfig
@@ -151,7 +153,9 @@ class Speculative:
             draft = NgramDrafter()
         elif not hasattr(draft, "forward") and not isinstance(draft, NgramDrafter):
             draft = load_draft(draft, self.target, dtype=self.target.dtype, device=self.target.device, **self._options)
-        self.decoder = Decoder(self.target, draft, tree=self._tree)
+        captured = (self.target.device.type == "cuda" and _ops.has_kernel("next_inputs", "cuda")
+                    and not isinstance(draft, NgramDrafter))
+        self.decoder = (GraphDecoder if captured else Decoder)(self.target, draft, tree=self._tree)
         self._where = _storages(self._model)
 
     def __call__(self, model: Any, input_ids: torch.Tensor, logits_processor: Any = None, stopping_criteria: Any = None,

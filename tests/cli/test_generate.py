@@ -112,7 +112,7 @@ def test_exact_mode(cli):
     data = json.loads(out)
     assert code == 0 and data["equal"] is True and data["speculative"]["accepted"] > 0
     code, _, err = cli("generate", "--target", PAIR[1], "--draft", "ngram", *IDS, "--exact", "--tree", "chain-3")
-    assert code == 1 and "exact: the drafter must be an EAGLE-3 draft or none" in err
+    assert code == 2 and "exact: the drafter must be an EAGLE-3 draft or none" in err
 
 
 def test_compare_table_in_a_pipe(cli, pair):

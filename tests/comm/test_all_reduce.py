@@ -40,6 +40,29 @@ def test_virtual_ranks_agree_bit_for_bit(rng, backend, world, transport):
                 assert torch.equal(got, want), (dtype, n, limit)
 
 
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_internal_boundaries_and_float64(rng, backend, world):
+    """16 bytes around every size at which blocks, threads, rounds or slices change; the error against float64."""
+    comm = virtual(backend, world, blocks=2, max_bytes=1 << 15)
+    # 1024 vectors: larger blocks; 2 blocks of 256 and 512 threads: full; twice that: a second round; the whole slot
+    edges = [16 * v for v in (128, 256, 512, 1024, 2048, 8 * world, 256 * world)] + [comm.max_bytes]
+    for dtype in DTYPES:
+        unit = torch.finfo(dtype).eps / 2
+        for size in {e + d for e in edges for d in (-16, 0, 16)}:
+            if not 0 < size <= comm.max_bytes:
+                continue
+            x = torch.randn(world, size // dtype.itemsize, generator=rng).to(dtype)
+            exact, most = x.double().sum(0), x.double().abs().sum(0)
+            for limit in (0, comm.max_bytes):
+                comm._handle.set_one_shot_bytes(limit)
+                got = run_op(backend, "all_reduce", x=x, out=torch.full_like(x, float("nan")), comm=comm.handle)["out"]
+                comm.check()
+                assert torch.equal(got, fold(x).expand_as(x)), (dtype, size, limit)
+                error = (got[0].double().cpu() - exact).abs()
+                assert (error <= unit * exact.abs() + world * 2.0**-24 * most * (1 + unit) + 1e-7).all(), (dtype, size)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_any_payload_travels(rng, backend, dtype):

@@ -368,7 +368,7 @@ BAD = {
     "quantised": (put("fc.weight", torch.zeros(64, 192, dtype=torch.int8)), "fc.weight must be a floating-point tensor of 16 bits or more; got "
                   "torch.int8. Fix: use the unquantised checkpoint"),
     "MLA": (put("midlayer.self_attn.kv_a_proj_with_mqa.weight", torch.zeros(1)), "the draft must use q/k/v projections; got an MLA draft "
-            "(kv_a_proj_with_mqa). Fix: use a draft with grouped-query attention"),
+            "whose config.json lacks kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim. Fix: use a draft with grouped-query attention"),
     "EAGLE-1": (drop("midlayer.hidden_norm.weight", "norm.weight"), "the draft must be an EAGLE-3 head; got an EAGLE-1/2 head (no hidden_norm, no "
                 "final norm). Fix: use an EAGLE-3 draft"),
     "vocabulary": (key("vocab_size", 600), "the draft's vocab_size must be the target's 512; got 600. Fix: use the draft that was trained for "

@@ -8,6 +8,8 @@ import torch
 from golden_drafts import GOLDEN, V, VD, command, config, ids_of, other_ids, tensors, with_map, write  # noqa: F401
 from safetensors.torch import load_file, save_file
 
+from fastverify.cli.prompts import OWN, read_prompts
+from fastverify.cli.session import SHIPPED_DRAFT
 from fastverify.eagle3.checkpoint import load_draft
 from fastverify.eagle3.remap import remap_draft, remap_vocab
 from fastverify.eagle3.target_facts import read_target
@@ -15,6 +17,9 @@ from fastverify.eagle3.train_generate import Generator
 from fastverify.eagle3.train_loss import teach, ttt_loss
 from fastverify.eagle3.train_net import Eagle3Draft, load_target
 from fastverify.eagle3.train_net import load_draft as load_trainable
+from fastverify.eagle3.train_run import remapped
+from fastverify.models.demo import demo_target_path
+from fastverify.models.load import load_tokenizer
 
 TARGET = GOLDEN / "target"
 
@@ -155,6 +160,38 @@ def test_loss_after_remap_is_the_unshuffled_drafts(teacher, head, case):
     assert start < 0.5 * np.log(VD)  # the golden draft knows something
     assert loss(teacher, remap_vocab(a, ids, V, head)[0]) == pytest.approx(start, rel=0.02)
     assert loss(teacher, with_map(a, ids)) > np.log(VD)  # no better than a head that knows nothing
+
+
+@pytest.mark.skipif(demo_target_path() is None, reason="the demo target is not on this machine")
+@torch.no_grad()
+def test_loss_after_remap_on_smollm2():
+    """1000 of the 8192 ids exchanged: the shipped draft starts where it was with its rows moved, and worse than nothing without."""
+    path = str(demo_target_path())
+    target, net = load_target(path), load_trainable(str(SHIPPED_DRAFT))
+    tok = load_tokenizer(path)
+    prompts = [np.array(tok.apply_chat_template([{"role": "user", "content": p.text}])) for p in read_prompts(OWN)[::5]]
+    replies = Generator(target, [2], rows=len(prompts), seed=0).many(prompts, 40, None, log=lambda text: None)
+    texts = [(len(p), torch.from_numpy(np.concatenate([p, r])).long()) for p, r in zip(prompts, replies)]
+    old, seen = net.vocab_ids, torch.cat([t for _, t in texts]).unique()
+    spare = old[~torch.isin(old, seen)][-1000:]
+    free = torch.arange(49152)[~torch.isin(torch.arange(49152), old)][:1000]
+    ids = torch.cat([old[~torch.isin(old, spare)], free]).sort().values
+    moved, counts = remapped(net, ids, target)
+    assert (counts.new, counts.dropped) == (1000, 1000) and counts.moved > 6000
+    unmoved = Eagle3Draft(moved.config)
+    unmoved.load_state_dict(net.state_dict() | {k: moved.state_dict()[k] for k in ("d2t", "t2d")})
+
+    def loss(draft) -> float:
+        nats = []
+        for first, text in texts:
+            want = torch.arange(len(text))[None] >= first - 1
+            want[:, -1] = False
+            t = teach(target, draft, text[None], torch.zeros(1, len(text)), torch.arange(len(text))[None], want)
+            nats.append(float(ttt_loss(target, draft, t, 1, 1.0)[0]))
+        return float(np.mean(nats))
+
+    start = loss(net)
+    assert start < 3 and loss(moved) == pytest.approx(start, rel=0.02) and loss(unmoved) > np.log(8192)
 
 
 # ---- command and errors ---------------------------------------------------------------------------------------------------

@@ -91,6 +91,20 @@ def test_greedy_text_is_the_models_own(model, draft, tree):
     assert fast.stats.emitted > 0 and (fast.stats.drafted > 0 or tree in ("auto", "off"))
 
 
+@pytest.mark.gpu
+def test_greedy_text_on_the_gpu():
+    """Captured cycles with an EAGLE-3 draft, eager ones with n-grams; float32, so that both compute the same logits."""
+    model, inputs = golden_model().cuda(), {k: v.cuda() for k, v in padded(PROMPTS).items()}
+    want = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    for draft, tree in ((GOLDEN / "draft", "tree-8"), (GOLDEN / "draft", "chain-3"), ("ngram", "chain-3")):
+        fast = fv_transformers.speculative(model, draft, tree=tree)
+        got = model.generate(**inputs, max_new_tokens=24, do_sample=False, custom_generate=fast)
+        assert torch.equal(got, want), (draft, tree)
+    register = fv_transformers.register_attention()
+    model.set_attn_implementation(register)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False), want)
+
+
 def test_stop_ids_and_padding(model):
     inputs, fast = padded(PROMPTS), fv_transformers.speculative(model, GOLDEN / "draft", tree="tree-8")
     plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)

@@ -1,0 +1,71 @@
+"""tree_attention's kernel of short sequences (clusters; head_dim 64, bf16) against the oracle, on CUDA and its emulation."""
+
+import random
+
+import pytest
+import torch
+
+from cases import attention_case
+from conftest import BACKENDS, run_op
+
+KERNELS = [b for b in BACKENDS if b in ("cuda", "emulated")]
+pytestmark = pytest.mark.skipif(not KERNELS, reason="needs a CUDA GPU or the emulator")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request, monkeypatch):
+    monkeypatch.setenv("FV_EMULATED_DEVICE", "90:132")
+    if request.param == "cuda" and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("clusters need sm_90")
+    return request.param
+
+
+def compare(kernel: str, case: dict) -> None:
+    case = {k: v for k, v in case.items() if k != "parents"}
+    got, want = run_op(kernel, "tree_attention", **case), run_op("reference", "tree_attention", **case)
+    error = (got["out"].double() - want["out"].double()).abs() / (1 + want["out"].double().abs())
+    assert not got["out"].isnan().any() and (error <= 1.2e-2).all(), error.max()
+    assert torch.equal(got["lse"].isneginf(), want["lse"].isneginf())
+    assert torch.allclose(got["lse"], want["lse"], rtol=1e-5, atol=1e-4)
+
+
+def case_of(rng, counts: list, prefixes: list, kv_heads: int, group: int, page_size: int = 16, **kw) -> dict:
+    return attention_case(rng, counts, prefixes, page_size, kv_heads * group, kv_heads, 64, dtype=BF16, **kw)
+
+
+@pytest.mark.parametrize("group,kv_heads", [(1, 2), (3, 3), (4, 2), (9, 1)])
+@pytest.mark.parametrize("counts,prefixes", [([1], [0]), ([1], [15]), ([4], [16]), ([5, 1], [37, 300]), ([0, 7, 0], [9, 130, 0]), ([20], [517])])
+def test_trees(kernel, rng, group, kv_heads, counts, prefixes):
+    compare(kernel, case_of(rng, counts, prefixes, kv_heads, group))
+
+
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 5, 40, 500])
+def test_chains_and_windows(kernel, rng, chain, window):
+    compare(kernel, case_of(rng, [9, 3], [70, 18], 2, 3, chain=chain, window=window))
+
+
+def test_row_base_and_other_page_sizes(kernel, rng):
+    pick = random.Random(2)
+    for page in (1, 5, 16, 64):
+        n = pick.randrange(1, 30)
+        compare(kernel, case_of(rng, [n], [pick.randrange(0, 400)], 3, 3, page_size=page))
+
+
+def test_a_long_capacity_goes_elsewhere_and_agrees(kernel, rng):
+    """The same rows with a page table beyond the kernel's limit: another kernel, the same result to its tolerance."""
+    case = case_of(rng, [6], [200], 3, 3)
+    short = run_op(kernel, "tree_attention", **{k: v for k, v in case.items() if k != "parents"})["out"]
+    wide = torch.zeros(1, 2048 // case["k_cache"].shape[1] + 9, dtype=torch.int32)
+    wide[:, :case["page_table"].shape[1]] = case["page_table"]
+    other = run_op(kernel, "tree_attention", **{k: v for k, v in (case | dict(page_table=wide)).items() if k != "parents"})["out"]
+    assert not torch.equal(short, torch.zeros_like(short))
+    torch.testing.assert_close(short.float(), other.float(), rtol=2e-2, atol=1e-2)
+
+
+def test_repeats_are_bit_equal(kernel, rng):
+    case = {k: v for k, v in case_of(rng, [20, 3], [300, 41], 3, 3).items() if k != "parents"}
+    first = run_op(kernel, "tree_attention", **case)["out"]
+    for _ in range(3):
+        assert torch.equal(run_op(kernel, "tree_attention", **case)["out"], first)
