@@ -108,7 +108,11 @@ def main(calls: int, seed: int) -> int:
     for number in range(settings):
         setting = Setting(lambda n: int(torch.randint(0, n, (), generator=generator)), number)
         share = calls // settings if not setting.stalls else calls // settings // 4
-        setting.run(share)
+        try:
+            setting.run(share)
+        except RuntimeError:
+            print(f"setting {number}: W = {setting.world}, {setting.dtype}, {setting.comm.transport}, stalls {setting.stalls}")
+            raise
         done["with stalls" if setting.stalls else "plain"] += share
         wrong += int(setting.wrong)
         del setting

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // all_reduce_rms_norm: residual += sum over ranks of x, out = RMSNorm(residual) * weight, one launch; blocks beyond the
 // exchange pull weights that the next kernel will read into L2 meanwhile.
-// A row belongs to a cluster of blocks (sm_90) or to one block, a vector of it to one thread, from the send to the norm; the
+// A row belongs to one block (or a cluster: comm_choice.h), a vector of it to one thread, from the send to the norm; the
 // exchange is that of all_reduce, so its bits are too. The sum of squares is taken over runs of 32 vectors, then over the
 // runs: an order that depends on H alone. Cost: one launch. Graph-safe.
 #include <torch/csrc/stable/library.h>
@@ -15,7 +15,7 @@
 namespace fv {
 namespace {
 
-constexpr int64_t kPiece = 1024;  // bytes of one prefetch: on an H200 smaller ones are slower, larger ones stay less long
+constexpr int64_t kPiece = 1024;  // bytes of one prefetch; on an H200 what larger pieces bring is gone sooner
 
 // table: [ranges][2] = address, bytes. Ends with the exchange (`done` changes): a prefetch that goes on is only in the way.
 __device__ void prefetch_ranges(const int64_t* table, int64_t ranges, int64_t thread, int64_t threads, const uint32_t* done) {
@@ -28,6 +28,19 @@ __device__ void prefetch_ranges(const int64_t* table, int64_t ranges, int64_t th
             pull_into_l2(begin + i, bytes - i < kPiece ? bytes - i : kPiece);
         }
     }
+}
+
+// A block's shared memory may be written by the others of its cluster once it has started: arrive at the start, wait before
+// the first such write. Then the barrier is free.
+__device__ __forceinline__ void cluster_has_started_arrive() {
+#if !defined(FV_EMULATE) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_has_started_wait() {
+#if !defined(FV_EMULATE) && __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
 }
 
 // Shared memory of a block: sums of runs for two rows in turn, then this block's vectors of the row.
@@ -61,6 +74,7 @@ __global__ void __launch_bounds__(most_row_threads(kRanks), 1) all_reduce_rms_no
     const uint32_t vectors = (hidden + kN - 1) / kN, step = cluster * blockDim.x;
     const uint32_t mine = (blockIdx.x & (cluster - 1)) * blockDim.x + threadIdx.x;  // this thread's first vector of every row
     const uint32_t runs = (vectors + 31) / 32;
+    if (cluster > 1) cluster_has_started_arrive();
     uint4* row_vectors = reinterpret_cast<uint4*>(dynamic_shared() + RowMemory::sums_bytes(runs)) + threadIdx.x;
     const int64_t offset = static_cast<int64_t>(local) * rows * hidden;
     x += offset, residual += offset, out += offset;
@@ -113,6 +127,7 @@ __global__ void __launch_bounds__(most_row_threads(kRanks), 1) all_reduce_rms_no
         return Wire<T>::pack(r);
     };
     auto meet = [&] {
+        __syncwarp();
         if (cluster > 1) cluster_barrier();
         else __syncthreads();
     };
@@ -130,6 +145,7 @@ __global__ void __launch_bounds__(most_row_threads(kRanks), 1) all_reduce_rms_no
                 sum.offer(mine, early_x);
                 rounded = add(sum.reduce(mine, early_x), early_residual, squares);
             }
+            if (cluster > 1) cluster_has_started_wait();
             share(squares, mine, run_sums);
             meet();
             exchange.advance();
@@ -149,6 +165,7 @@ __global__ void __launch_bounds__(most_row_threads(kRanks), 1) all_reduce_rms_no
         for (uint32_t j = mine; j < vectors; j += step) sum.offer(j, own(sum, row, j));
     }
     exchange.finish();
+    if (cluster > 1) cluster_has_started_wait();
     // What this rank owns: one-shot all of a row when its turn comes; else of all rows before it waits for other owners. It
     // stays in shared memory until its norm, or in `out` if there are more rows than teams.
     const bool one_shot = kRanks <= 2 || args.form == kOneShot, kept = one_shot || teams >= rows;
