@@ -20,18 +20,24 @@ GATHER_WORDS = ("all_gather",)
 RUNS = (("off", {}), ("tree-8", {}), ("tree-20", {}), ("tree-8", dict(temperature=0.8, top_k=50, top_p=0.95, seed=3)))
 
 
-def loops(me: Rank, args) -> None:
-    smollm2(me, args)
-    llama70b(me, args, layers=4, compare=True)
-    if not args.quick or me.world == 2:
-        llama70b(me, args, layers=80, compare=False)
+PARTS = ("texts-smollm2", "cycles-smollm2", "texts-70b", "cycles-70b")
 
 
-def communicator(me: Rank, hidden: int, rows: int = 64) -> Communicator:
-    return Communicator(device=me.device, backend="auto", max_bytes=rows * hidden * 2)
+def loops(me: Rank, args, parts: tuple = PARTS) -> None:
+    if "texts-smollm2" in parts or "cycles-smollm2" in parts:
+        smollm2(me, args, parts)
+    if "texts-70b" in parts:
+        llama70b(me, args, 4, compare=True)
+    if "cycles-70b" in parts:
+        llama70b(me, args, 80, compare=False)
 
 
-def smollm2(me: Rank, args) -> None:
+def communicator(me: Rank, args, hidden: int, rows: int = 64) -> Communicator:
+    """NCCL beside it, for prefill."""
+    return Communicator(device=me.device, backend=args.loop_backend, nccl={}, max_bytes=rows * hidden * 2)
+
+
+def smollm2(me: Rank, args, parts: tuple) -> None:
     path = demo_target_path()
     shape = dict(W=me.world, model="SmolLM2-135M")
     if path is None:
@@ -42,10 +48,12 @@ def smollm2(me: Rank, args) -> None:
     ids = [tokenizer.apply_chat_template([{"role": "user", "content": p.text}]) for p in prompts[::len(prompts) // 4][:4]]
     whole = load_target(path, dtype=torch.bfloat16, device=me.device)
     draft = load_draft(Path(fastverify.__file__).parent / "data" / "smollm2-135m-instruct-eagle3", whole, dtype=torch.bfloat16, device=me.device)
-    with communicator(me, whole.config.hidden_size) as comm:
+    with communicator(me, args, whole.config.hidden_size) as comm:
         target = shard(whole, comm)
-        compare_texts(me, shape, whole, target, draft, ids, new=32 if args.quick else 64)
-        cycles(me, args, shape, target, draft, ids[:1], ("off", "tree-8", "tree-20"), comm)
+        if "texts-smollm2" in parts:
+            compare_texts(me, shape, whole, target, draft, ids, new=32 if args.quick else 64)
+        if "cycles-smollm2" in parts:
+            cycles(me, args, shape, target, draft, ids[:1], ("off", "tree-8", "tree-20"), comm)
 
 
 def llama70b(me: Rank, args, layers: int, compare: bool) -> None:
@@ -53,7 +61,7 @@ def llama70b(me: Rank, args, layers: int, compare: bool) -> None:
     c = ModelConfig("llama", layers, 8192, 28672, 128256, 64, 8, 128, 8192, 1e-5, Rope(theta=500000.0))
     shape = dict(W=me.world, model=f"Llama-3-70B-shaped, {layers} layers, random")
     prompts = [[(7919 * i + 13 * b) % c.vocab_size for i in range(24)] for b in range(2)]
-    with communicator(me, c.hidden_size) as comm:
+    with communicator(me, args, c.hidden_size) as comm:
         if compare:
             whole = random_model(c, me.device, seed=1)
             target = shard(whole, comm)

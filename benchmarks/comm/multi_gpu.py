@@ -29,28 +29,30 @@ SECTIONS = ("sums", "linears", "verifies", "loop")
 
 def body(me, args) -> int:
     """One rank of a world: all sections, each guarded by the time that is left (rank 0's clock decides)."""
-    comms: dict = {}
-    for name in args.sections:
+    for item in args.sections:
+        name, _, only = item.partition(":")
+        wanted = tuple(only.split("+")) if only else None
         left = me.gathered(args.until - time.time())[0]
-        if left < 15:
-            me.absent("all", name, dict(W=me.world), "bfloat16", "not run: no time left")
+        if left < 8:
+            me.absent("all", item, dict(W=me.world), "bfloat16", "not run: no time left")
             continue
         start = time.time()
         try:
             if name == "loop":
                 import loop_section
-                loop_section.loops(me, args)
+                loop_section.loops(me, args, wanted or loop_section.PARTS)
             else:
                 rows = max(args.rows) if name == "sums" else max(min(1024, max(args.linear_rows)), 64)
-                comms = sections.communicators(me, rows * args.hidden * 2, ("peer", "host", "nccl") if name == "sums" else args.over)
+                ways = wanted or (sections.WAYS if name == "sums" else tuple(args.over))
+                comms = sections.communicators(me, rows * args.hidden * 2, ways)
                 dict(sums=sections.sums, linears=sections.linears, verifies=sections.verifies)[name](me, args, comms)
                 for comm in comms.values():
                     comm.check()
         except Exception as exc:  # the rows so far are stored
-            print(f"rank {me.rank}: section {name} broke off: {str(exc).splitlines()[0][:300]}", file=sys.stderr, flush=True)
+            print(f"rank {me.rank}: section {item} broke off: {(str(exc) or type(exc).__name__).splitlines()[0][:300]}", file=sys.stderr, flush=True)
             return 1
         if me.rank == 0:
-            print(f"{name}: {time.time() - start:.0f} s", flush=True)
+            print(f"{item}: {time.time() - start:.0f} s", flush=True)
     return me.bench.finish() if me.bench else 0
 
 
@@ -62,7 +64,7 @@ def without_p2p(me, args) -> int:
 def run_world(args, world: int) -> None:
     out, args.out = args.out, args.out / f"W{world}"
     for part, variables in ((body, {}), (without_p2p, dict(NCCL_P2P_DISABLE="1"))):
-        if part is without_p2p and ("sums" not in args.sections or args.until - time.time() < 15):
+        if part is without_p2p and ("sums" not in args.sections or args.until - time.time() < 12):
             continue
         os.environ.update(variables)
         try:
@@ -86,11 +88,13 @@ def main() -> int:
     parser.add_argument("--inner", type=lambda s: [int(v) for v in s.split(",")], default=[18432, 36864],
                         help="columns of the row-parallel weights, over all ranks")
     parser.add_argument("--over", type=lambda s: s.split(","), default=["peer", "host", "nccl"], help="transports of linears and verifies")
-    parser.add_argument("--sections", type=lambda s: s.split(","), default=list(SECTIONS))
+    parser.add_argument("--sections", type=lambda s: s.split(","), default=list(SECTIONS),
+                        help="in this order; linears:host, loop:cycles-70b+compare-70b and the like take parts of a section")
+    parser.add_argument("--loop-backend", choices=("auto", "peer", "host", "nccl"), default="auto", help="communicator of the loop section")
     parser.add_argument("--seconds", type=float, default=420, help="no section starts later than this")
     parser.add_argument("--quick", action="store_true", help="fewer replays")
     args = parser.parse_args()
-    if wrong := [s for s in args.sections if s not in SECTIONS]:
+    if wrong := [s for s in args.sections if s.split(":")[0] not in SECTIONS]:
         parser.error(f"--sections must be of {','.join(SECTIONS)}; got {wrong[0]}")
     here = torch.cuda.device_count()
     worlds = args.world or sorted({w for w in (here, 4, 3, 2) if 2 <= w <= min(here, 8)}, reverse=True)

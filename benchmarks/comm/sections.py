@@ -12,9 +12,10 @@ from ranks import Rank, fold
 from fastverify import Communicator, all_reduce, all_reduce_rms_norm, linear_all_reduce
 
 EPS, BF16 = 1e-6, "bfloat16"
+WAYS = ("peer", "host", "nccl")
 
 
-def communicators(me: Rank, max_bytes: int, wanted: tuple = ("peer", "host", "nccl")) -> dict:
+def communicators(me: Rank, max_bytes: int, wanted: tuple = WAYS) -> dict:
     """{"peer", "host", "nccl": Communicator}; one that cannot be made is left out with a row that says why."""
     made = {}
     for backend in wanted:

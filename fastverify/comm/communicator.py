@@ -13,7 +13,9 @@ from .topology import _control
 
 DEADLINE_SECONDS = 10.0
 SETUP_SECONDS = 120.0  # of one step of set-up: a rank that does not come to it is an error on the others
-OVERLAP_ROWS = 256  # from here on a row-parallel linear is cut in chunks whose sums overlap the next chunk's product
+# From so many rows on a row-parallel linear is cut where nothing was measured (docs/communication.md): NCCL's blocks slow the product
+# down by what the overlap gains.
+OVERLAP_ROWS = {"gathered": 256, "host": 1024, "peer": 1024, "nccl": 1 << 30}
 BLOCKS = 64  # at most, per rank: enough to fill a link, few enough to be resident beside anything else
 FP8_BYTES = 64 << 10     # wire="fp8": up to here coding costs what it saves (docs/performance.md)
 ISLAND_BYTES = 32 << 10  # islands=True: up to here a third hop costs what the link between saves
@@ -91,7 +93,7 @@ class Communicator:
             wait_until_idle(self.device)
         if transport == "nccl":
             self._handle, self.transport, self.max_bytes, self.nccl_bytes = self._nccl_handle, "nccl", max_bytes, 0
-            self.handle, self.one_shot_bytes = self._handle.address, 0
+            self.handle, self.one_shot_bytes, self.overlap_rows = self._handle.address, 0, OVERLAP_ROWS["nccl"]
         else:
             ranks = [(slabs, self.state.data_ptr(), self.status.data_ptr(), 0)]
             self._open(transport, self.device.index, max_bytes, one_shot_bytes, deadline, ranks, blocks)
@@ -102,7 +104,7 @@ class Communicator:
             tune(self, one_shot_bytes is None)
 
     def _reset(self) -> None:
-        self._stream, self._side, self._memory, self.overlap_rows = None, None, [], OVERLAP_ROWS
+        self._stream, self._side, self._memory, self.overlap_rows = None, None, [], OVERLAP_ROWS["gathered"]
         self.nccl, self._nccl_handle, self.nccl_library, self.nccl_bytes, self.splits = None, None, None, None, {}
         self.tuned, self.debug = "nothing was measured", False
         self._control_group, self._lost, self.wire, self.islands = None, False, "exact", False
@@ -195,7 +197,7 @@ class Communicator:
         return self
 
     def _open(self, transport, index, max_bytes, one_shot_bytes, deadline, ranks, blocks) -> None:
-        self.transport, self.max_bytes = transport, max_bytes
+        self.transport, self.max_bytes, self.overlap_rows = transport, max_bytes, OVERLAP_ROWS[transport]
         self.one_shot_bytes = default_one_shot_bytes(self.world, max_bytes) if one_shot_bytes is None else one_shot_bytes
         self._handle = _control().Handle(
             world=self.world, rank=self.rank, local_ranks=self.world if self.virtual else 1, transport=transport,

@@ -38,10 +38,15 @@ def measure(world: int, backend: str, sizes: list, seconds: float, hidden: int =
         texts = [f.read() for f in outputs]
         for f in outputs:
             f.close()
-    if error:
+    facts = [[json.loads(line[5:]) for line in text.splitlines() if line.startswith("FACTS")] for text in texts[::2]]
+    if error and all(facts):  # torch's times are there, ours did not end
+        for rows in facts:
+            rows[-1][0]["reasons"].append(error)
+    elif error:
         said = [line.strip() for text in texts[1::2] for line in text.splitlines() if "Error" in line]
         return {"error": f"{error}: {said[-1]}" if said else error}
-    per_rank = [json.loads(next(line[5:] for line in text.splitlines() if line.startswith("FACTS"))) for text in texts[::2]]
+    done = min(map(len, facts))
+    per_rank = [rows[done - 1] for rows in facts]
     middle = lambda values: statistics.median(values) if None not in values else None  # noqa: E731
     ours = [{k: middle([rank[i]["ours"].get(k) for rank in per_rank]) for k in per_rank[0][i]["ours"]} for i in range(len(sizes))]
     return {"world": world, "backend": backend, "reasons": sorted({r for rank in per_rank for r in rank[0]["reasons"]}), "rows": [
@@ -84,9 +89,10 @@ def _rank(rank: int, world: int, backend: str, store: str, hidden: int, sizes: l
             dist.all_reduce(x)
         rows.append({"bytes": nbytes, "eager_us": _timed(lambda: [dist.all_reduce(x) for _ in range(CALLS)], cuda),
                      "graph_us": _timed(_captured(torch, lambda x=x: dist.all_reduce(x)), cuda) if cuda else None, "ours": {}, "reasons": []})
+    print("FACTS" + json.dumps(rows), flush=True)
     if cuda:
         _ours(torch, hidden, sizes, rows)
-    print("FACTS" + json.dumps(rows), flush=True)
+        print("FACTS" + json.dumps(rows), flush=True)
     sys.stdout.flush()
     os._exit(0)  # a group that was captured may hang in its destructor
 
@@ -94,23 +100,26 @@ def _rank(rank: int, world: int, backend: str, store: str, hidden: int, sizes: l
 def _ours(torch, hidden: int, sizes: list, rows: list) -> None:
     """Adds the times of our communicators to the rows; what does not work is None, with a reason."""
     for backend in ("peer", "host"):
+        names = (backend, f"{backend} + norm")
         try:
-            from fastverify import Communicator, all_reduce, all_reduce_rms_norm
-            comm = Communicator(device=torch.device("cuda", torch.cuda.current_device()), backend=backend, max_bytes=max(sizes))
+            _our_times(torch, backend, hidden, sizes, rows)
         except Exception as exc:
             for row in rows:
-                row["ours"] |= {backend: None, f"{backend} + norm": None}
-                row["reasons"].append(f"{backend}: {str(exc).splitlines()[0]}")
-            continue
-        for nbytes, row in zip(sizes, rows):
-            x = torch.zeros(max(1, nbytes // 2), dtype=torch.bfloat16, device="cuda")
-            run = _captured(torch, lambda: all_reduce(x, comm, out=x))
-            row["ours"][backend] = _timed(run, True)
-            if hidden and nbytes % (2 * hidden) == 0:
-                x = x.view(-1, hidden)
-                residual, weight, out = torch.zeros_like(x), torch.ones(hidden, dtype=x.dtype, device="cuda"), torch.empty_like(x)
-                run = _captured(torch, lambda: all_reduce_rms_norm(x, residual, weight, comm, out=out))
-                row["ours"][f"{backend} + norm"] = _timed(run, True)
+                row["ours"] |= dict.fromkeys(names)
+                row["reasons"].append(f"{backend}: {(str(exc) or type(exc).__name__).splitlines()[0]}")
+
+
+def _our_times(torch, backend: str, hidden: int, sizes: list, rows: list) -> None:
+    from fastverify import Communicator, all_reduce, all_reduce_rms_norm
+    comm = Communicator(device=torch.device("cuda", torch.cuda.current_device()), backend=backend, max_bytes=max(sizes))
+    for nbytes, row in zip(sizes, rows):
+        x = torch.zeros(max(1, nbytes // 2), dtype=torch.bfloat16, device="cuda")
+        row["ours"][backend] = _timed(_captured(torch, lambda: all_reduce(x, comm, out=x)), True)
+        if hidden and nbytes % (2 * hidden) == 0:
+            x = x.view(-1, hidden)
+            residual, weight, out = torch.zeros_like(x), torch.ones(hidden, dtype=x.dtype, device="cuda"), torch.empty_like(x)
+            run = _captured(torch, lambda: all_reduce_rms_norm(x, residual, weight, comm, out=out))
+            row["ours"][f"{backend} + norm"] = _timed(run, True)
 
 
 def _captured(torch, call):

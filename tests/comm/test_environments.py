@@ -82,10 +82,11 @@ def test_visible_devices(first, second, transport):
 @pytest.mark.gpu2
 @pytest.mark.parametrize("backend", ["peer", "host"])
 def test_orders_of_first_call(backend):
-    """Two communicators on two streams may be called in any order; on one stream a circle ends at the deadline, with the ranks named."""
+    """Two communicators on two streams may be called in any order. On one stream that is a circle: it ends at the deadline, with the
+    ranks named, or well where the second launch may overlap the first (sm_90 and newer)."""
     for said in ranks(backend, "orders"):
         assert said["sums"] == 3.0 and said["seconds"] < 20
-        assert "did not come" in said["circle"] or "gave up first" in said["circle"]
+        assert said["circle"] == "" or "did not come" in said["circle"] or "gave up first" in said["circle"]
 
 
 @pytest.mark.gpu2
