@@ -36,7 +36,7 @@ def _raise_not_loaded() -> None:
     if not info:
         raise RuntimeError(
             "fastverify: the compiled library must be built; got a source tree without it. "
-            "Fix: pip install --no-build-isolation -e .") from _load_error
+            "Fix: pip install --no-build-isolation -e . (installed already? leave this folder)") from _load_error
     raise RuntimeError(
         f"fastverify: _C (built for torch >= {info['torch_target']}) must load; got torch {torch.__version__}: "
         f"{_load_error}. Fix: pip install 'torch>={info['torch_target']}', then reinstall fastverify.") from _load_error

@@ -42,7 +42,7 @@ def test_never_built(unloaded, monkeypatch, tmp_path):
     assert _ops.build_info() == {}
     error = raised(lambda: _ops.get("probe"))
     assert str(error) == ("fastverify: the compiled library must be built; got a source tree without it. "
-                          "Fix: pip install --no-build-isolation -e .")
+                          "Fix: pip install --no-build-isolation -e . (installed already? leave this folder)")
     assert error.__cause__ is cause
 
 

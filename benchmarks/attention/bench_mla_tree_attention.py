@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[n]) for n in (0, 1, 2)]
+sys.path[:0] = [str(Path(__file__).parents[n]) for n in (0, 1)]
 
 import attention_inputs as inputs  # noqa: E402
 from harness import Bench, options  # noqa: E402

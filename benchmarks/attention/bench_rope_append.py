@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[n]) for n in (1, 2)]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from harness import Bench, options  # noqa: E402
 

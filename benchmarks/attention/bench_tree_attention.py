@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[n]) for n in (0, 1, 2)]
+sys.path[:0] = [str(Path(__file__).parents[n]) for n in (0, 1)]
 
 import attention_inputs as inputs  # noqa: E402
 import attention_peers as peers  # noqa: E402

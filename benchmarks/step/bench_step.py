@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (1, 2)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness import Bench, options  # noqa: E402
 
 from fastverify import VerifyPlan, build_tree, compact_kv, prepare_tree, rope_append, tree_attention, verify_tree  # noqa: E402

@@ -2,6 +2,7 @@
 
 import argparse
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -122,10 +123,15 @@ def _run(args: argparse.Namespace) -> int:
                 out.note(f"{s.op}: not run, {s.why}")
         wanted = [s for s in wanted if not s.why]
     rows, failed, wrong = [], [], []
+    if args.out:
+        sys.path.insert(0, str(root))
+        from harness import write_rows
     counts = bench_run.expected(root / "results", "cpu" if on_cpu else "cuda")
     with out.progress("benchmarks", 1000) as update:
         for outcome in bench_run.run(wanted, flags, lambda share, text: update(int(1000 * share), text=text), args.quick, args.limit, counts):
             rows += outcome.rows
+            if args.out and outcome.rows:  # at once: a run that is cut short keeps what it has
+                stored = write_rows(args.out, outcome.rows)
             if outcome.error:
                 failed.append(outcome.script.op)
                 out.note(f"{outcome.script.op}: {outcome.error}")
@@ -133,9 +139,7 @@ def _run(args: argparse.Namespace) -> int:
                 wrong.append(outcome.script.op)
             out.note(f"{outcome.script.op}: {len(outcome.rows)} rows in {outcome.seconds:.0f} s")
     if args.out and rows:
-        sys.path.insert(0, str(root))
-        from harness import write_rows
-        out.note(f"{len(rows)} rows in {write_rows(args.out, rows)}")
+        out.note(f"{len(rows)} rows in {stored}")
     _present(out, rows, args)
     if wrong:
         out.note(f"WRONG results: {', '.join(wrong)}")
@@ -157,7 +161,11 @@ def _present(out: Output, rows: list, args: argparse.Namespace) -> None:
         title = (f"{op} on {first['device']}, {first['date'][:10]}, torch {first['versions'].get('torch', '?')}; copy {first['copy_gb_s']:.0f} "
                  f"GB/s, empty {first['empty_us']:.2f} us")
         header, cells = table_rows(mine)
-        out.line(title, style="bold")
+        width = sum(max(len(row[i]) for row in (header, *cells)) + 3 for i in range(len(header)))
+        if out.out_terminal and out.rich and width <= shutil.get_terminal_size().columns:
+            out.table(header, cells, title=title)
+            continue
+        out.line(title, style="bold")  # a narrow terminal wraps lines instead of cutting columns
         out.wide_table(header, cells)
         out.line()
 

@@ -140,7 +140,8 @@ def _one(script: Script, flags: list, update: Callable, limit: Optional[float]) 
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         out, log = Path(place) / "rows", Path(place) / "log"
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(script.path.parents[2]), *(p for p in sys.path if p)])}
+        package = str(Path(__file__).resolve().parents[2])  # this fastverify, not an unbuilt source tree beside the scripts
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([package, *(os.path.abspath(p) for p in sys.path if p)])}
         with open(log, "w") as stream:
             process = subprocess.Popen([sys.executable, str(script.path), "--out", str(out), *flags], stdout=stream, stderr=subprocess.STDOUT,
                                        env=environment, cwd=script.path.parents[2])

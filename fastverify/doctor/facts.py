@@ -61,7 +61,7 @@ def collect(seconds: float = 90.0) -> dict:
     return {"python": dict(version=platform.python_version(), executable=sys.executable, system=sys.platform,
                            machine=platform.machine(), libc=" ".join(platform.libc_ver())),
             "packages": {name: _version(name) for name in (*REQUIRED, *OPTIONAL)},
-            "fastverify": dict(version=_own_version(), path=str(PACKAGE), build=_build_info()),
+            "fastverify": dict(version=_own_version(), path=str(PACKAGE), build=_build_info(), other=_other_install()),
             "torch": ask(TORCH, seconds), "install": ask(INSTALL, seconds), "topology": ask(TOPOLOGY, seconds),
             "pci": pci_gpus(), "nvcc": _tool("nvcc", "--version", r"release ([\d.]+)"),
             "nvidia_smi": _tool("nvidia-smi", "--version", r"DRIVER version\s*:\s*([\d.]+)"), "shm": _space("/dev/shm"),
@@ -70,10 +70,11 @@ def collect(seconds: float = 90.0) -> dict:
 
 def ask(code: str, seconds: float) -> dict:
     """What `code` prints behind the word FACTS, or {"error": why not}."""
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    try:
+    paths = [os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(PACKAGE.parent), *paths]))
+    try:  # from /: a source tree in the current folder must not stand in for this package
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds, env=env,
-                              stdin=subprocess.DEVNULL)
+                              stdin=subprocess.DEVNULL, cwd=os.sep)
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {seconds:g} s"}
     except OSError as exc:
@@ -113,6 +114,15 @@ def _own_version() -> "str | None":
         return re.search(r'__version__ = "(.+?)"', (PACKAGE / "_version.py").read_text())[1]
     except (OSError, TypeError):
         return None
+
+
+def _other_install() -> "str | None":
+    """Where an installed fastverify lies that this one hides."""
+    try:
+        place = Path(str(metadata.distribution("fastverify").locate_file("fastverify"))).resolve()
+    except metadata.PackageNotFoundError:
+        return None
+    return str(place) if place != PACKAGE and (place / "build_info.json").is_file() else None
 
 
 def _build_info() -> dict:

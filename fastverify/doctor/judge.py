@@ -80,6 +80,9 @@ def torch(facts: dict) -> list:
 def install(facts: dict) -> list:
     own, got = facts["fastverify"], facts["install"]
     build = own["build"]
+    if not build and own.get("other"):
+        return [Finding("fastverify", "wrong", f"{own['path']}, a source tree that was never built, hides the install in {own['other']}",
+                        "leave this folder, or type `fastverify` instead of `python -m fastverify`")]
     if not build:
         return [Finding("fastverify", "wrong", f"{own['version']} in {own['path']} was never built",
                         "pip install --no-build-isolation -e .")]

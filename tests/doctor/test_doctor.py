@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -195,6 +196,19 @@ def test_without_any_package(tmp_path):
                               env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)})
         assert done.returncode == 1 and done.stderr == "", done.stderr
         assert "WRONG packages" in done.stdout and "pip install 'torch>=2.10'" in done.stdout
+
+
+def test_a_source_tree_in_the_current_folder(tmp_path, monkeypatch):
+    """The questions are about this package, not about an unbuilt clone that the user stands in; a hidden install is said."""
+    (tmp_path / "fastverify").mkdir()
+    (tmp_path / "fastverify" / "__init__.py").write_text("raise RuntimeError('the wrong one')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    assert fx.ask("import fastverify; print('FACTS' + '{}')", 60) == {}
+    facts = machine(1)
+    facts["fastverify"] |= dict(build={}, other="/site/fastverify", path="/clone/fastverify")
+    (found,) = [f for f in bad(facts) if f.part == "fastverify"]
+    assert "hides the install in /site/fastverify" in found.text and "leave this folder" in found.fix
 
 
 def test_with_a_library_that_does_not_load(tmp_path):
