@@ -43,7 +43,7 @@ class VerifyPlan:
         self.prepared = Prepared(slots=torch.full((rows,), -1, dtype=torch.int64, device=device),
                                  schedule=torch.zeros(batch + 3, **i32), flags=torch.zeros(batch, **i32))
         self.out = Verified.empty(batch, max_path, device, logprobs)
-        self.verify_workspace = verify_tree_workspace(batch, device)
+        self.verify_workspace = verify_tree_workspace(device)
         self.aux_out = torch.zeros(out_rows, aux_width, dtype=dtype, device=device) if aux_width else None
         self.cu_out = torch.zeros(batch + 1, **i32)
         self.next_tokens = torch.zeros(out_rows + 1, **i32)

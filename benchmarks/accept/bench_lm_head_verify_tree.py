@@ -77,7 +77,7 @@ def measure(bench: Bench, head: tuple, nodes: int, law: str, weights: list) -> N
     if not _ops.has_kernel("verify_tree", bench.device.type):
         return
     make_verify = getattr(modules["fastverify.accept.verify_tree"], "verify_tree_workspace", None)
-    verify_space = make_verify(1, bench.device) if make_verify and cuda else None
+    verify_space = make_verify(bench.device) if make_verify and cuda else None
     verify = _ops.get("verify_tree")
 
     def both(gemm, step) -> None:

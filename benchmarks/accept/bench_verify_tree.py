@@ -40,9 +40,9 @@ def kernels(device: torch.device) -> dict:
 
 
 def workspace_maker(device: torch.device):
-    """batch -> the op's workspace on this device, None where the build wants none."""
+    """() -> the op's workspace on this device, None where the build wants none."""
     make = getattr(importlib.import_module("fastverify.accept.verify_tree"), "verify_tree_workspace", None)
-    return lambda batch: make(batch, device) if make and device.type == "cuda" else None
+    return lambda: make(device) if make and device.type == "cuda" else None
 
 
 def logit_sets(count: int, rows: int, vocab: int, device: torch.device, real) -> list:
@@ -71,7 +71,7 @@ def measure_law(bench: Bench, axes: dict, sets: list, found: dict, sgl) -> None:
     batch, nodes, law, row_bytes = axes["B"], axes["N"], axes["law"], 2 * axes["V"]
     make_workspace, reference = workspace_maker(bench.device), next(f for f in found.values() if callable(f))
     grove = Grove(reference, sets, batch, nodes, law, make_workspace)
-    workspace, most = make_workspace(batch), chain_depth(nodes)
+    workspace, most = make_workspace(), chain_depth(nodes)
     for accepted in dict.fromkeys((0, min(3, most), most)):
         batches, visited = grove.plant(accepted), batch * (accepted + 1) * row_bytes
         at = axes | dict(accepted=accepted)

@@ -60,7 +60,7 @@ def drawn_tokens(call, logits: torch.Tensor, positions: torch.Tensor, sampling: 
     out = Verified.empty(rows, 1, device)
     batch = Batch(logits, torch.zeros(rows, dtype=torch.int64, device=device), -ones, torch.arange(rows + 1, dtype=torch.int32, device=device),
                   positions, ones, ones * LONG, sampling, out, 0, 1)
-    call(*batch.arguments(workspace(rows)))
+    call(*batch.arguments(workspace()))
     return out.out_tokens[:, 0].clone()
 
 

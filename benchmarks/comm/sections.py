@@ -140,8 +140,6 @@ def linears(me: Rank, args, comms: dict) -> None:
         n, k = args.hidden, inner // me.world
         weight = torch.randn(n, k, generator=torch.Generator(me.device).manual_seed(1), device=me.device).bfloat16() / k**0.5
         for name, comm in comms.items():
-            if comm.transport != "nccl":
-                comm.set_one_shot_bytes(0 if me.world > 2 else comm.max_bytes)
             for m in args.linear_rows:
                 if comm.transport == "nccl" or m <= 1024:
                     linear(me, args, name, comm, m, weight)
@@ -153,6 +151,12 @@ def linear(me: Rank, args, name: str, comm, m: int, weight: torch.Tensor) -> Non
     x = torch.randn(m, k, generator=torch.Generator(me.device).manual_seed(m), device=me.device).bfloat16()
     h, y = torch.zeros(m, n, dtype=torch.bfloat16, device=me.device), torch.zeros(m, n, dtype=torch.bfloat16, device=me.device)
     want, kw = linear_all_reduce(x, weight, comm, split=("rows", 1)), dict(chain=10 if m > 256 else 20, repeats=min(8, args.repeats))
+    if comm.transport != "nccl":  # the form that is faster for this size
+        forms = {}
+        for limit in (comm.max_bytes, 0):
+            comm.set_one_shot_bytes(limit)
+            forms[limit] = me.time_or_none(lambda: all_reduce(y, comm, out=y), **kw)
+        comm.set_one_shot_bytes(min(forms, key=lambda f: forms[f] or 1e9))
     us = {"product": me.row("product alone", "linear_all_reduce", shape, BF16, lambda: F.linear(x, weight), **kw),
           "sum": me.row("sum alone", "linear_all_reduce", shape, BF16, lambda: all_reduce(y, comm, out=y), **kw),
           "then": me.row("product, sum, add", "linear_all_reduce", shape, BF16,

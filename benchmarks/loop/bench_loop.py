@@ -100,7 +100,8 @@ def profile(loop: GraphLoop, batch: int, shape, cycles: int = 6) -> dict:
     graph = loop._graphs[(batch, shape, False)]
     with _Scratch(loop, batch):
         own_pages(loop, batch)
-        graph.replay()
+        for _ in range(3):
+            graph.replay()
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as p:
             for _ in range(cycles):
@@ -108,16 +109,21 @@ def profile(loop: GraphLoop, batch: int, shape, cycles: int = 6) -> dict:
             torch.cuda.synchronize()
     events = sorted((e for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e.time_range.start)
     times, counts = defaultdict(float), defaultdict(int)
-    gaps = []
+    gaps, between, each = [], [], len(events) // cycles
     for e in events:
         times[e.name] += e.time_range.elapsed_us() / cycles
         counts[e.name] += 1
-    for a, b in zip(events, events[1:]):
-        gaps.append(b.time_range.start - a.time_range.end)
+    end = events[0].time_range.end
+    for i, (a, b) in enumerate(zip(events, events[1:]), 1):
+        gap = b.time_range.start - end  # overlapped launches have none
+        (between if i % each == 0 else gaps).append((gap, a.name[:40], b.name[:40]))
+        end = max(end, b.time_range.end)
+    covered = sum(max(0.0, g) for g, _, _ in gaps)
     host = [e.name for e in p.events() if "DtoH" in e.name or "Synchronize" in e.name]
     span = events[-1].time_range.end - events[0].time_range.start
     return dict(kernels_per_cycle=len(events) / cycles, busy_us=sum(times.values()), span_us=span / cycles,
-                idle_share=1 - sum(times.values()) * cycles / span, gaps_over_5us=sum(g > 5 for g in gaps), largest_gap_us=max(gaps),
+                idle_share=covered / (span - sum(max(0.0, g) for g, _, _ in between)), gaps_over_5us=[g for g in gaps if g[0] > 5],
+                largest_gap_us=max(gaps)[0], between_cycles_us=[round(g, 1) for g, _, _ in between],
                 host_events=dict((n, host.count(n)) for n in set(host)),
                 kernels={n: (counts[n] / cycles, round(t, 1)) for n, t in sorted(times.items(), key=lambda x: -x[1])})
 

@@ -109,17 +109,18 @@ def transformers_model(target):
 
 def transformers_speed(target, prompts: list, new: int) -> list:
     model, rows = transformers_model(target), []
+    sync = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
     for name, count, kw in (("eager", 48, {}), ("static cache + compile", new, dict(cache_implementation="static"))):
         def go(ids: list, n: int):
             x = torch.tensor([ids], device=target.device)
             return model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=2, **kw)[0, len(ids):].tolist()
         for _ in range(2):
             go(prompts[0], count)
-        torch.cuda.synchronize()
+        sync()
         start, texts = time.perf_counter(), []
         for ids in prompts[:2]:
             texts.append(go(ids, count))
-        torch.cuda.synchronize()
+        sync()
         rows.append(dict(provider=f"transformers {name}", tok_s=count * len(texts) / (time.perf_counter() - start)))
         print(rows[-1], flush=True)
     return rows
@@ -134,20 +135,23 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--tree", default="off,chain-3,chain-5,tree-8,tree-20,auto")
     parser.add_argument("--part", default="speed,equal,transformers")
+    parser.add_argument("--equal-limit", type=int, default=2, help="prompts per set whose texts are compared")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    target = load_target(args.target, torch.bfloat16, "cuda")
-    draft = load_draft(args.draft, target, dtype=torch.bfloat16, device="cuda")
+    target = load_target(args.target, torch.bfloat16, args.device)
+    draft = load_draft(args.draft, target, dtype=torch.bfloat16, device=args.device)
     sets = {k: v[:args.limit] for k, v in json.loads(args.prompts.read_text()).items()}
-    shapes, found = args.tree.split(","), dict(device=torch.cuda.get_device_name(), command=harness.without_paths(" ".join(sys.argv)),
+    shapes, found = args.tree.split(","), dict(device=torch.cuda.get_device_name() if args.device == "cuda" else "cpu", command=harness.without_paths(" ".join(sys.argv)),
                                               date=time.strftime("%Y-%m-%d"), new=args.new)
+    few = {k: v[:args.equal_limit] for k, v in sets.items()}
     with torch.inference_mode():
         if "speed" in args.part:
             found["speed"] = speed(target, draft, sets, shapes, args.new)
         if "equal" in args.part:
-            found["equality"] = equality(target, draft, sets, [s for s in shapes if s != "off"][:2], 128, False)
+            found["equality"] = equality(target, draft, few, [s for s in shapes if s != "off"][:2], 128, False)
         if "exact" in args.part:
-            found["exact"] = equality(target, draft, sets, [s for s in shapes if s != "off"][:2], 128, True)
+            found["exact"] = equality(target, draft, few, [s for s in shapes if s != "off"][:2], 128, True)
         if "transformers" in args.part:
             found["transformers"] = transformers_speed(target, [p for ps in sets.values() for p in ps][:2], args.new)
     if args.json:

@@ -211,7 +211,7 @@ struct Buckets {
 // Sums of counts or masses by bucket, over the team, into s->select.sums; pass: of this row.
 template <bool kExtras, class T>
 __device__ __attribute__((noinline)) void sum_buckets(
-    const Row<T>& row, Team team, bool by_mass, const Buckets& buckets, int64_t request, int slot) {
+    const Row<T>& row, Team team, bool by_mass, const Buckets& buckets, int slot) {
     TeamScratch* s = team.s;
     Select& sel = s->select;
     __syncthreads();
@@ -235,7 +235,7 @@ __device__ __attribute__((noinline)) void sum_buckets(
         return;
     }
     const int set = static_cast<int>(s->select_set);
-    Word* shared = team.sum_place(request, set);
+    Word* shared = team.sum_place(set);
     for (int i = team.tid(); i < kSelectBuckets; i += kTeamThreads) {
         if (mine(i)) atomicAdd(shared + i, mine(i));
     }
@@ -245,7 +245,7 @@ __device__ __attribute__((noinline)) void sum_buckets(
     fence_gpu();
     __syncthreads();
     // all have read the sums of the pass before: their place is zeroed for the pass after the next
-    Word* old = team.sum_place(request, (set + kSelectSets - 1) % kSelectSets);
+    Word* old = team.sum_place((set + kSelectSets - 1) % kSelectSets);
     for (int i = team.tid(); i < kSelectBuckets; i += kTeamThreads) {
         sel.sums[i] = __ldcg(shared + i);
         if (team.index == 0) old[i] = 0;
@@ -290,13 +290,13 @@ __device__ __forceinline__ int find_bucket(Team team, const F& need, Word* left)
 // ordered_bits of the smallest entry that top-k (counts) or top-p (masses) keeps among those >= floor; 0: everything.
 template <bool kExtras, class T>
 __device__ __attribute__((noinline)) uint32_t select_cut(
-    const Row<T>& row, Team team, bool by_mass, uint32_t floor, float zmax, int64_t request) {
+    const Row<T>& row, Team team, bool by_mass, uint32_t floor, float zmax) {
     const uint32_t lowest = ordered_bits(-kFloatMax);
     Buckets buckets{floor > lowest ? floor : lowest, ordered_bits(zmax), -1, zmax};
     int slot = kTeamSelect + (by_mass ? kSelectExchanges : 0);
     Word left = 0;
     for (int pass = 0; pass < kSelectExchanges / 2; ++pass) {
-        sum_buckets<kExtras>(row, team, by_mass, buckets, request, slot++);
+        sum_buckets<kExtras>(row, team, by_mass, buckets, slot++);
         bool all = false;
         const int d = find_bucket(team, [&](Word total) -> Word {
             if (pass > 0) return left;
@@ -326,9 +326,16 @@ __device__ __attribute__((noinline)) uint32_t select_cut(
     return buckets.lo;
 }
 
+// After the last row of a team: the sums that were added last, for the next launch.
+__device__ __forceinline__ void clear_sums(Team team) {
+    if (team.size == 1 || team.index > 0 || !team.s->params.filtered()) return;
+    Word* sums = team.sum_place(static_cast<int>(team.s->select_set + kSelectSets - 1) % kSelectSets);
+    for (int i = team.tid(); i < kSelectBuckets; i += kTeamThreads) sums[i] = 0;
+}
+
 // Key of a filtered row with its status bits: in the first warp of every block.
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) Word filtered_key(const Row<T>& row, Team team, int64_t request) {
+__device__ __attribute__((noinline)) Word filtered_key(const Row<T>& row, Team team) {
     bool bad_here;
     const uint32_t mine = thread_max<kExtras>(row, team, &bad_here);
     const Team::TopBits block = team.block_top(kSlotFilter, mine, bad_here);
@@ -349,8 +356,8 @@ __device__ __attribute__((noinline)) Word filtered_key(const Row<T>& row, Team t
     if (bounds.top == 0) return status;
     const float zmax = from_ordered_bits(bounds.top);
     uint32_t cut_bits = 0;
-    if (row.p.top_k > 0) cut_bits = select_cut<kExtras>(row, team, false, 0, zmax, request);
-    if (row.p.top_p < 1.0f) cut_bits = select_cut<kExtras>(row, team, true, cut_bits, zmax, request);
+    if (row.p.top_k > 0) cut_bits = select_cut<kExtras>(row, team, false, 0, zmax);
+    if (row.p.top_p < 1.0f) cut_bits = select_cut<kExtras>(row, team, true, cut_bits, zmax);
     const float cut = raised_by_min_p(cut_bits ? from_ordered_bits(cut_bits) : -kInf, row.p.min_p, zmax);
     return team.team_key(row.turn, best_of_slice<kExtras>(row, team, cut, zmax) | status);
 }

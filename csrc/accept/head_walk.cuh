@@ -37,11 +37,7 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) head_walk_kernel(c
         }
         walk_rows<kExtras, float>(task, tree, team, b);
     } else if (team.warp() == 0) {
-        WarpWalker walker{team};
-        walk_tree(walker, tree, team.s->params.flags, task.out, task.stops, b, [&](int32_t node, int32_t, const int64_t*) {
-            const Word key = team.s->node_keys[node];
-            return Chosen{key_has_token(key), static_cast<int64_t>(key_id(key)), (key & kKeyBad) != 0, 0.0f};
-        });
+        walk_keys(task, tree, team, b);
     }
 }
 

@@ -76,6 +76,7 @@ struct TeamScratch {
         };
         struct {
             Word node_keys[kMaxNodes];
+            float node_logprobs[kMaxNodes];
             alignas(16) unsigned char warp_rows[kTeamWarps][256];  // Row<T>
         };
     };
@@ -157,8 +158,12 @@ struct Team {
     __device__ __forceinline__ uint4* list_place(int again, int turn, int r, int i) const {
         return reinterpret_cast<uint4*>(area + kAreaLists) + ((again * 2 + turn) * kTeamBlocks + block0 + r) * kPublished + i;
     }
-    __device__ __forceinline__ Word* sum_place(int64_t request, int set) const {
-        return reinterpret_cast<Word*>(area + kAreaSums) + (request * kSelectSets + set) * kSelectBuckets;
+    __device__ __forceinline__ Word* sum_place(int set) const {  // teams that use it have two blocks or more
+        return reinterpret_cast<Word*>(area + kAreaSums) + (static_cast<int64_t>(block0 / 2) * kSelectSets + set) * kSelectBuckets;
+    }
+    // What one thread hands to the team's first block: `count` places for every block.
+    __device__ __forceinline__ uint4* item_place(int i) const {
+        return reinterpret_cast<uint4*>(area + kAreaItems) + static_cast<int64_t>(block0) * kTeamWarps + i;
     }
     __device__ __forceinline__ void cluster_write(int turn, TeamSlot slot, Word v) const {
         if (tid() == 0) s->team_words[turn][slot] = v;

@@ -97,10 +97,8 @@ VerifyCall check_verify_tree(
                                             num_tokens_out, path, next_root, flags, logprobs);
     if (workspace) {
         check_tensor(op, "workspace", *workspace, {ScalarType::Byte}, {kAny}, logits);
-        const int64_t need = verify_tree_workspace_bytes(in.batch);
-        FV_CHECK(workspace->size(0) >= need, op, ": workspace must have at least ", need, " bytes for ", in.batch,
-                 " requests; got ", workspace->size(0),
-                 ". Fix: torch.zeros(fastverify.verify_tree_workspace_bytes(batch, rows), dtype=torch.uint8).");
+        FV_CHECK(workspace->size(0) >= kAreaBytes, op, ": workspace must have at least ", kAreaBytes, " bytes; got ",
+                 workspace->size(0), ". Fix: pass fastverify.verify_tree_workspace(device).");
     }
     return VerifyCall{in, out, stop_view(stop_ids)};
 }

@@ -77,22 +77,30 @@ __device__ __forceinline__ void open_row(const VerifyTask& a, Row<T>& r, int64_t
 }
 
 // Key and log-probability of one row by the whole team, in the first warp of every block.
+struct TeamChoice {
+    Word key;
+    float logprob;
+    __device__ __forceinline__ Chosen chosen() const {
+        return Chosen{key_has_token(key), static_cast<int64_t>(key_id(key)), (key & kKeyBad) != 0, logprob};
+    }
+};
 template <bool kExtras, class T>
-__device__ __forceinline__ Chosen team_choice(const VerifyTask& a, const Row<T>& row, Team team, int64_t request) {
-    const Word key = row.p.filtered() ? filtered_key<kExtras>(row, team, request)
-                                      : team.team_key(row.turn, best_of_slice<kExtras>(row, team, -kInf, 0.0f));
-    Chosen c{key_has_token(key), static_cast<int64_t>(key_id(key)), (key & kKeyBad) != 0, 0.0f};
-    if (a.out.logprobs) c.logprob = raw_logprob(row, team, team.warp() == 0 && c.has_token ? &c.token : nullptr);
+__device__ __forceinline__ TeamChoice team_choice(const VerifyTask& a, const Row<T>& row, Team team) {
+    TeamChoice c{0, 0.0f};
+    c.key = row.p.filtered() ? filtered_key<kExtras>(row, team)
+                             : team.team_key(row.turn, best_of_slice<kExtras>(row, team, -kInf, 0.0f));
+    const int64_t token = key_id(c.key);
+    if (a.out.logprobs) c.logprob = raw_logprob(row, team, team.warp() == 0 && key_has_token(c.key) ? &token : nullptr);
     return c;
 }
 
-// The row at rows[turn] by the whole team; called in two places, compiled once.
-template <bool kExtras, class T>
-__device__ __attribute__((noinline)) Chosen visit_row(const VerifyTask& a, Team team, int64_t begin, int64_t request, int turn) {
-    const Row<T>& row = *reinterpret_cast<const Row<T>*>(team.s->rows[turn]);
-    if (team.s->work_child >= 0) prefetch_slice<T>(a, begin + team.s->work_child, team);
-    if constexpr (kExtras) mark_ancestors(row, team);
-    return team_choice<kExtras>(a, row, team, request);
+// The walk by one warp over keys and log-probabilities that are known.
+__device__ __forceinline__ void walk_keys(const VerifyTask& a, const WalkTree& tree, Team team, int64_t b) {
+    WarpWalker walker{team};
+    const TeamScratch* s = team.s;
+    walk_tree(walker, tree, s->params.flags, a.out, a.stops, b, [&](int32_t node, int32_t, const int64_t*) {
+        return TeamChoice{s->node_keys[node], a.out.logprobs ? s->node_logprobs[node] : 0.0f}.chosen();
+    });
 }
 
 // The walk over logits in memory: the first warp walks, the others work on the rows that it visits. Ends with a barrier.
@@ -102,6 +110,12 @@ __device__ __forceinline__ void walk_rows(const VerifyTask& a, const WalkTree& t
     TeamScratch* s = team.s;
     copy_words(s->rows[1], s->rows[0], team.tid(), kTeamThreads);
     __syncthreads();
+    const auto level = [&](int turn) {
+        const Row<T>& row = *reinterpret_cast<const Row<T>*>(s->rows[turn]);
+        if (s->work_child >= 0) prefetch_slice<T>(a, tree.begin + s->work_child, team);
+        if constexpr (kExtras) mark_ancestors(row, team);
+        return team_choice<kExtras>(a, row, team).chosen();
+    };
     if (team.warp() == 0) {
         WarpWalker walker{team};
         walk_tree(walker, tree, s->params.flags, a.out, a.stops, b, [&](int32_t node, int32_t depth, const int64_t*) {
@@ -114,7 +128,7 @@ __device__ __forceinline__ void walk_rows(const VerifyTask& a, const WalkTree& t
                 s->work_node = node;
             }
             __syncthreads();
-            return visit_row<kExtras, T>(a, team, tree.begin, b, turn);
+            return level(turn);
         });
         if (team.leader()) s->work_node = -1;
         __syncthreads();
@@ -122,13 +136,10 @@ __device__ __forceinline__ void walk_rows(const VerifyTask& a, const WalkTree& t
         for (int turn = 0;; turn ^= 1) {
             __syncthreads();
             if (s->work_node < 0) break;
-            visit_row<kExtras, T>(a, team, tree.begin, b, turn);
+            level(turn);
         }
     }
-    if (team.size > 1 && team.index == 0) {  // the sums that were added last
-        Word* sums = team.sum_place(b, static_cast<int>(s->select_set + kSelectSets - 1) % kSelectSets);
-        for (int i = team.tid(); s->params.filtered() && i < kSelectBuckets; i += kTeamThreads) sums[i] = 0;
-    }
+    clear_sums(team);
 }
 
 }  // namespace fv

@@ -29,11 +29,10 @@ struct WarpItem {
 // Every row of the request at once, a warp per slice of a row: keys to the workspace, collected by the team's first block.
 // True in that block: node_keys are known.
 template <class T>
-__device__ bool take_all_rows(const VerifyTask& a, int64_t b, const WalkTree& tree, Team team) {
+__device__ bool take_all_rows(const VerifyTask& a, const WalkTree& tree, Team team) {
     TeamScratch* s = team.s;
     const WarpItem item(team, tree.n);
     const uint32_t tag = s->first_tag;
-    uint4* items = reinterpret_cast<uint4*>(a.area + kAreaItems) + static_cast<int64_t>(team.block0) * kTeamWarps;
     if (item.node < tree.n) {
         Row<T>& row = *reinterpret_cast<Row<T>*>(s->warp_rows[team.warp()]);
         copy_words(&row, s->rows[0], team.lane(), 32);
@@ -45,20 +44,55 @@ __device__ bool take_all_rows(const VerifyTask& a, int64_t b, const WalkTree& tr
         }
         __syncwarp();
         const Word key = warp_best(row);
-        if (team.lane() == 0) put_tagged(items + item.at, static_cast<uint32_t>(key >> 32), static_cast<uint32_t>(key), tag);
+        if (team.lane() == 0) put_tagged(team.item_place(item.at), static_cast<uint32_t>(key >> 32), static_cast<uint32_t>(key), tag);
     }
     if (team.index > 0) return false;
     for (int n = team.warp(); n < tree.n; n += kTeamWarps) {
         Word best = 0;
         uint32_t status = 0;
         for (int i = team.lane(); i < item.slices; i += 32) {
-            const uint2 w = get_tagged(items + n * item.slices + i, tag);
+            const uint2 w = get_tagged(team.item_place(n * item.slices + i), tag);
             const Word key = static_cast<Word>(w.x) << 32 | (w.y & ~static_cast<uint32_t>(kKeyStatus));
             status |= w.y & static_cast<uint32_t>(kKeyStatus);
             best = key > best ? key : best;
         }
         best = warp_max_word(best) | __reduce_or_sync(kFullWarp, status);
         if (team.lane() == 0) s->node_keys[n] = best;
+    }
+    __syncthreads();
+    return true;
+}
+
+// The same for rows that need whole blocks (filters, log-probabilities, extras): the team is cut into one for each node.
+template <bool kExtras, class T>
+__device__ bool take_rows_by_teams(const VerifyTask& a, const WalkTree& tree, Team team) {
+    TeamScratch* s = team.s;
+    const int most = team.size / tree.n, size = most < kTeamWide ? most : kTeamWide, node = team.index / size;
+    const Team own{s, size, team.index % size, team.area, team.block0 + node * size};
+    const uint32_t tag = s->first_tag;
+    if (node < tree.n) {
+        Row<T>& row = *reinterpret_cast<Row<T>*>(s->rows[0]);
+        const int depth = node_depth<kExtras>(team, node);
+        if (team.leader()) {
+            row.set_slice(own.index, size, kTeamThreads);
+            open_row<kExtras>(a, row, tree.begin + node, depth, 0, team);
+            s->tag[0] = tag;
+        }
+        __syncthreads();
+        if constexpr (kExtras) mark_ancestors(row, team);
+        const TeamChoice c = team_choice<kExtras>(a, row, own);
+        if (own.index == 0 && team.leader()) {
+            put_tagged(team.item_place(2 * node), static_cast<uint32_t>(c.key >> 32), static_cast<uint32_t>(c.key), tag);
+            put_tagged(team.item_place(2 * node + 1), float_to_bits(c.logprob), 0, tag);
+        }
+        __syncthreads();
+        clear_sums(own);
+    }
+    if (team.index > 0) return false;
+    for (int n = team.tid(); n < tree.n; n += kTeamThreads) {
+        const uint2 key = get_tagged(team.item_place(2 * n), tag), logprob = get_tagged(team.item_place(2 * n + 1), tag);
+        s->node_keys[n] = static_cast<Word>(key.x) << 32 | key.y;
+        s->node_logprobs[n] = bits_to_float(logprob.x);
     }
     __syncthreads();
     return true;
@@ -83,23 +117,22 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) verify_tree_kernel
     }
     if (team.tid() == kTeamThreads - 1) init_rows<kExtras, T>(a, b, team);
     const WalkTree tree = open_tree(team, a.in, a.tokens, b);  // has a barrier
-    const bool wide = s->params.filtered() || a.out.logprobs;
-    if (wide && team.size > kTeamWide) {
-        team.size = kTeamWide;
-        if (team.index >= kTeamWide) return;
-    }
+    const bool wide = s->params.filtered() || a.out.logprobs, all = a.shape.all_rows && team.size > 1 && tree.n > 0;
     if constexpr (!kExtras) {
         const Row<T>& row = *reinterpret_cast<const Row<T>*>(s->rows[0]);
         const bool aligned = a.stride * sizeof(T) % 16 == 0 && reinterpret_cast<uintptr_t>(a.logits) % 16 == 0;
-        if (a.shape.all_rows && team.size > 1 && !wide && row.plain && aligned && tree.n > 0 && tree.n <= team.size * kTeamWarps) {
-            if (!take_all_rows<T>(a, b, tree, team) || team.warp() > 0) return;
-            WarpWalker walker{team};
-            walk_tree(walker, tree, s->params.flags, a.out, a.stops, b, [&](int32_t node, int32_t, const int64_t*) {
-                const Word key = s->node_keys[node];
-                return Chosen{key_has_token(key), static_cast<int64_t>(key_id(key)), (key & kKeyBad) != 0, 0.0f};
-            });
+        if (all && !wide && row.plain && aligned && tree.n <= team.size * kTeamWarps) {
+            if (take_all_rows<T>(a, tree, team) && team.warp() == 0) walk_keys(a, tree, team, b);
             return;
         }
+    }
+    if (all && tree.n > 1 && tree.n <= team.size) {
+        if (take_rows_by_teams<kExtras, T>(a, tree, team) && team.warp() == 0) walk_keys(a, tree, team, b);
+        return;
+    }
+    if (wide && team.size > kTeamWide) {
+        team.size = kTeamWide;
+        if (team.index >= kTeamWide) return;
     }
     walk_rows<kExtras, T>(a, tree, team, b);
 }

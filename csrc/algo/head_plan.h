@@ -95,7 +95,7 @@ FV_HD HeadWorkspace head_workspace(int64_t rows, int64_t vocab, int sms) {
     const int64_t blocks = 2 * sms > chunks ? 2 * sms : chunks;
     HeadWorkspace w;
     w.area = 0;
-    w.keys = head_align(team_area_bytes(kSelectRequests));
+    w.keys = head_align(kAreaBytes);
     w.bad = head_align(w.keys + 8 * rows);
     w.counters = head_align(w.bad + 4 * rows);
     w.zeroed = w.partials = head_align(w.counters + 4 * chunks * ((vocab + kHeadTileLeast - 1) / kHeadTileLeast));

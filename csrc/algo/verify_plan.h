@@ -29,29 +29,23 @@ constexpr int kPublished = 128;        // candidates of a block
 constexpr int kSelectBuckets = 1024;
 constexpr int kSelectSets = 3;
 constexpr int kTeamWarpItems = 16 * kTeamBlocks;  // slices of rows that are taken at once
-constexpr int kSelectRequests = 128;   // more requests than this are not worked on by teams
 constexpr int64_t kAreaLaunches = 0;   // u64: number of the launch, blocks of it that have begun
 constexpr int64_t kAreaSlots = 128;    // [kExchanges][2][kTeamBlocks] of 32 bytes
 constexpr int64_t kAreaItems = kAreaSlots + 32LL * kExchanges * 2 * kTeamBlocks;       // [kTeamWarpItems] of 16 bytes
 constexpr int64_t kAreaLists = kAreaItems + 16LL * kTeamWarpItems;                     // [2][2][kTeamBlocks][kPublished] of 16
-constexpr int64_t kAreaSums = kAreaLists + 16LL * 2 * 2 * kTeamBlocks * kPublished;    // [requests][kSelectSets][kSelectBuckets]
-FV_HD int64_t team_area_bytes(int64_t batch) {
-    return kAreaSums + 8LL * kSelectSets * kSelectBuckets * (batch < kSelectRequests ? batch : kSelectRequests);
-}
+constexpr int64_t kAreaSums = kAreaLists + 16LL * 2 * 2 * kTeamBlocks * kPublished;    // [teams][kSelectSets][kSelectBuckets]
+constexpr int64_t kAreaBytes = kAreaSums + 8LL * kTeamBlocks / 2 * kSelectSets * kSelectBuckets;
 
 inline VerifyShape verify_shape(int64_t batch, int64_t rows, int64_t vocab, int sms, bool workspace) {
     VerifyShape s{1, false};
     if (batch < 1 || !workspace) return s;
     const int64_t slots = kBlocksPerSm * (sms < kTeamBlocks ? sms : kTeamBlocks), useful = (vocab + kLeastIds - 1) / kLeastIds;
     const int64_t share = slots / batch < useful ? slots / batch : useful;
-    if (share < 2 || batch > kSelectRequests) return s;
+    if (share < 2) return s;
     s.blocks = static_cast<int>(share);
     s.all_rows = (rows + batch - 1) / batch * vocab <= kAllRowsIds * share;
     return s;
 }
-
-// Workspace of verify_tree, zero before the first call. Mirrored in fastverify/accept/verify_tree.py.
-FV_HD int64_t verify_tree_workspace_bytes(int64_t batch) { return team_area_bytes(batch); }
 
 // verify_tree_partials: blocks of the cluster that takes a row.
 constexpr int kMaxCluster = 8;

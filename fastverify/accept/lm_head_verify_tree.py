@@ -16,7 +16,7 @@ def lm_head_verify_tree_workspace_bytes(rows: int, vocab_size: int, sms: int) ->
     align = lambda n: -(-n // 256) * 256  # noqa: E731
     tile = next((n for n in (8, 16, 32) if rows <= n), 64)
     chunks = -(-rows // tile)
-    keys = align(verify_tree_workspace_bytes(128))
+    keys = align(verify_tree_workspace_bytes())
     zeroed = align(align(align(keys + 8 * rows) + 4 * rows) + 4 * chunks * -(-vocab_size // 128))
     logits = align(zeroed + 2 * 4 * tile * (128 if tile <= 32 else 192) * max(2 * sms, chunks))
     return align(logits + 4 * rows * (-(-vocab_size // 4) * 4)), zeroed, logits

@@ -60,14 +60,14 @@ _op = None
 _BLOCKS = 256  # csrc/algo/verify_plan.h kTeamBlocks
 
 
-def verify_tree_workspace_bytes(batch: int) -> int:
-    """Bytes of verify_tree's workspace for at most `batch` requests, whatever the trees, the vocabulary and the device."""
-    return 128 + 32 * 28 * 2 * _BLOCKS + 16 * 16 * _BLOCKS + 16 * 4 * _BLOCKS * 128 + 8 * 3 * 1024 * min(batch, 128)
+def verify_tree_workspace_bytes() -> int:
+    """Bytes of verify_tree's workspace, whatever the batch, the trees, the vocabulary and the device."""
+    return 128 + 32 * 28 * 2 * _BLOCKS + 16 * 16 * _BLOCKS + 16 * 4 * _BLOCKS * 128 + 8 * 3 * 1024 * _BLOCKS // 2
 
 
-def verify_tree_workspace(batch: int, device: "torch.device | str" = "cuda") -> torch.Tensor:
-    """Workspace for verify_tree: uint8, zero. Made once for the largest batch, used by one stream; calls of any shape may share it."""
-    return torch.zeros(verify_tree_workspace_bytes(batch), dtype=torch.uint8, device=device)
+def verify_tree_workspace(device: "torch.device | str" = "cuda") -> torch.Tensor:
+    """Workspace for verify_tree: uint8, zero. Made once and used by one stream; calls of any shape may share it."""
+    return torch.zeros(verify_tree_workspace_bytes(), dtype=torch.uint8, device=device)
 
 
 def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, cu_nodes: torch.Tensor,
@@ -93,7 +93,7 @@ def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tenso
         penalties   float32 [B, 3] repetition, frequency, presence; counts int32 [B, vocab] (in/out) of emitted tokens,
                     the root included; drafted ancestors of a node are counted on top of it
         out         a Verified to write into (else allocated with max_path columns, default number of rows)
-        workspace   verify_tree_workspace(batch), one per stream (GPU only): through it the blocks that share a request agree.
+        workspace   verify_tree_workspace(), one per stream (GPU only): through it the blocks that share a request agree.
                     Made per call if missing; the op itself, called without one, works with one block per request
     Order of processors: penalties, bias, bitmask, temperature, top-k, top-p, min-p; ties at a cut are kept.
     A malformed tree, an id outside the vocabulary, NaN rows: flags, with a defined result; never a hang.
@@ -110,7 +110,7 @@ def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tenso
     if out is None:
         out = Verified.empty(cu_nodes.numel() - 1, min(max_path or logits.shape[0], 1024), logits.device, logprobs)
     if workspace is None and logits.device.type == "cuda":
-        workspace = verify_tree_workspace(cu_nodes.numel() - 1, logits.device)
+        workspace = verify_tree_workspace(logits.device)
     _op(logits, tokens, parents, cu_nodes, prefix_len, active, remaining, stop_ids, sampling.temperature, sampling.top_k,
         sampling.top_p, sampling.min_p, sampling.seed, bias, bitmask, penalties, counts, out.out_tokens,
         out.num_tokens_out, out.path, out.next_root, out.flags, out.logprobs, workspace,

@@ -22,7 +22,7 @@ from ..attention.tree_attention import tree_attention
 from ..linear.skinny_linear import ADD, SILU_MUL, skinny_linear, skinny_pays
 from ..linear.skinny_qkv import skinny_qkv
 from ..models.batch import ForwardBatch, KVCache
-from ..models.linear import fused, linear
+from ..models.linear import fused, linear, rms_norm, silu_mul
 from .draft_config import DraftConfig
 
 
@@ -99,16 +99,24 @@ class Eagle3Draft:
             return self._forward_skinny(batch, h, cache)
         for i, w in enumerate(self.layers):
             if i == 0:
-                e = F.embedding(batch.tokens, self.embed).to(h.dtype)
-                normed = F.rms_norm(h, size, w.hidden_norm, eps)
-                x = torch.cat([F.rms_norm(e, size, w.input_norm, eps), normed], dim=1)
-                h = normed if c.norm_before_residual else h
+                x, h = self._input(batch.tokens, h)
             else:
-                x = F.rms_norm(h, size, w.input_norm, eps)
+                x = rms_norm(h, w.input_norm, eps)
             h = self._attend(i, w, x, h, batch, cache)
-            gate, up = linear(F.rms_norm(h, size, w.post_norm, eps), w.gate_up).chunk(2, dim=1)
-            h = linear(_activation(gate, c.hidden_act) * up, w.down).add_(h)
+            gate_up = linear(rms_norm(h, w.post_norm, eps), w.gate_up)
+            h = linear(_activated(gate_up, c.hidden_act), w.down).add_(h)
         return F.rms_norm(h, size, self.norm, eps) if c.norm_output else h
+
+    def _input(self, tokens: torch.Tensor, hidden: torch.Tensor) -> tuple:
+        """(cat[norm(embedding), norm(hidden)] [R, 2 H], what the residual starts from: hidden itself, a copy, or its normed form)."""
+        c, w, size, eps = self.config, self.layers[0], (self.config.hidden_size,), self.config.rms_norm_eps
+        if fused(hidden) and hidden.is_contiguous():
+            from ..models.fused_triton import draft_input
+            return draft_input(tokens, self.embed, hidden, w.input_norm, w.hidden_norm, eps, c.norm_before_residual)
+        normed = F.rms_norm(hidden, size, w.hidden_norm, eps)
+        e = F.embedding(tokens, self.embed).to(hidden.dtype)
+        x = torch.cat([F.rms_norm(e, size, w.input_norm, eps), normed], dim=1)
+        return x, normed if c.norm_before_residual else hidden
 
     def _skinny(self, h: torch.Tensor) -> bool:
         w, c = self.layers[0], self.config
@@ -118,13 +126,8 @@ class Eagle3Draft:
     def _forward_skinny(self, batch: ForwardBatch, hidden: torch.Tensor, cache: KVCache) -> torch.Tensor:
         """The same layer; RoPE, residual adds, the second norm and SiLU-mul ride on the products."""
         c, w, rows, size, eps = self.config, self.layers[0], hidden.size(0), (self.config.hidden_size,), self.config.rms_norm_eps
-        if fused(hidden) and hidden.is_contiguous():
-            from ..models.fused_triton import draft_input
-            x, h = draft_input(batch.tokens, self.embed, hidden, w.input_norm, w.hidden_norm, eps, c.norm_before_residual)
-        else:
-            normed = F.rms_norm(hidden, size, w.hidden_norm, eps)
-            x = torch.cat([F.rms_norm(F.embedding(batch.tokens, self.embed).to(hidden.dtype), size, w.input_norm, eps), normed], dim=1)
-            h = normed if c.norm_before_residual else hidden.clone()
+        x, h = self._input(batch.tokens, hidden)
+        h = h.clone() if h is hidden else h
         q = torch.empty(rows, c.num_heads, c.head_dim, dtype=h.dtype, device=h.device)
         skinny_qkv(x, w.qkv, batch.positions, batch.slots, self.cos_sin, q, cache.k[0], cache.v[0], bias=w.qkv_bias, eps=eps)
         a = tree_attention(q, cache.k[0], cache.v[0], batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
@@ -150,9 +153,7 @@ class Eagle3Draft:
     def logits(self, h2: torch.Tensor) -> torch.Tensor:
         """h2 [R, H] as forward returns it -> logits [R, Vd] over the draft vocabulary."""
         c = self.config
-        if not c.norm_output and h2.size(0) <= 8 and skinny_pays(h2, self.head):
-            return skinny_linear(h2, self.head, norm=self.norm, eps=c.rms_norm_eps)
-        normed = h2 if c.norm_output else F.rms_norm(h2, (c.hidden_size,), self.norm, c.rms_norm_eps)
+        normed = h2 if c.norm_output else rms_norm(h2, self.norm, c.rms_norm_eps)
         return linear(normed, self.head)
 
     def report(self) -> list:
@@ -200,7 +201,9 @@ def _layer(w: dict, i: int) -> DraftLayer:
         gate_up=stack("weight", "mlp.gate_proj", "mlp.up_proj"), down=w[p + "mlp.down_proj.weight"])
 
 
-def _activation(x: torch.Tensor, name: str) -> torch.Tensor:
+def _activated(gate_up: torch.Tensor, name: str) -> torch.Tensor:
+    """activation(first half) * second half of gate_up [R, 2 I]."""
     if name == "silu":
-        return F.silu(x)
-    return F.gelu(x, approximate="tanh" if name == "gelu_pytorch_tanh" else "none")
+        return silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=1)
+    return F.gelu(gate, approximate="tanh" if name == "gelu_pytorch_tanh" else "none") * up

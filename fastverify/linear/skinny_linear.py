@@ -37,11 +37,6 @@ def skinny_fits(x: torch.Tensor, *weights: torch.Tensor) -> bool:
     return device and all(w.shape[1] % 32 == 0 and w.shape[0] % 16 == 0 and w.is_contiguous() for w in weights)
 
 
-def skinny_add_pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a product added to a residual is faster here than through cuBLAS: square ones of at most 4096, up to 16 rows."""
-    return x.shape[0] <= 16 and max(weight.shape) <= 4096 and skinny_fits(x, weight) and x.is_cuda
-
-
 def skinny_pays(x: torch.Tensor, *weights: torch.Tensor) -> bool:
     """Whether it is also the faster way: few rows of a small model on a GPU (docs/performance.md)."""
     return (x.is_cuda and x.shape[0] <= MAX_ROWS and max(w.shape[1] for w in weights) <= MAX_INNER and skinny_fits(x, *weights))

@@ -36,3 +36,20 @@ def add_linear(h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Opt
         h.addmm_(x, weight.t())
     if bias is not None:
         h.add_(bias)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of the rows of x [R, H], times weight [H]."""
+    if fused(x):
+        from .fused_triton import rms_norm as run
+        return run(x, weight, eps)
+    return F.rms_norm(x, (x.shape[1],), weight, eps)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [R, 2 I] (overwritten where torch computes it) -> silu(first half) * second half."""
+    if fused(gate_up):
+        from .fused_triton import silu_mul as run
+        return run(gate_up)
+    gate, up = gate_up.chunk(2, dim=1)
+    return F.silu(gate, inplace=True).mul_(up)

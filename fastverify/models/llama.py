@@ -11,11 +11,11 @@ from ..attention import workspace as attention_workspace
 from ..attention.tree_attention import tree_attention, workspace_for
 from ..comm.all_reduce_rms_norm import all_reduce_rms_norm
 from ..comm.linear_all_reduce import linear_all_reduce, overlaps
-from ..linear.skinny_linear import ADD, SILU_MUL, skinny_add_pays, skinny_fits, skinny_linear, skinny_pays
+from ..linear.skinny_linear import ADD, SILU_MUL, skinny_fits, skinny_linear, skinny_pays
 from ..linear.skinny_qkv import skinny_qkv
 from .batch import ForwardBatch, KVCache
 from .config import LoadError, ModelConfig
-from .linear import add_linear, fused, linear
+from .linear import add_linear, linear, rms_norm, silu_mul
 
 
 class TensorSource(Protocol):
@@ -106,7 +106,7 @@ class LlamaModel:
                                row_base=batch.row_base, schedule=batch.schedule, workspace=workspace)
             x = self._add_norm(h, a.view(rows, -1), w.o, w.o_bias, w.post_norm, self.split_heads, self.prefetch[i][0])
             gate_up = linear(x, w.gate_up, w.gate_up_bias)
-            x = self._silu_mul(gate_up)
+            x = silu_mul(gate_up)
             after = self.layers[i + 1].input_norm if i + 1 < c.num_layers else self.norm
             x = self._add_norm(h, x, w.down, w.down_bias, after, self.comm is not None, self.prefetch[i][1])
         self._keep_aux(aux, aux_layers, c.num_layers, h)
@@ -156,10 +156,7 @@ class LlamaModel:
         """h += x @ weight.T (+ bias), in place; returns RMSNorm(h) * norm. split: x and weight are one rank's columns: the sum
         over ranks overlaps the product where cutting pays (prefill), else it is fused with residual and norm."""
         if not split:
-            if bias is None and skinny_add_pays(x, weight):
-                skinny_linear(x, weight, out=h, kind=ADD)
-            else:
-                add_linear(h, x, weight, bias)
+            add_linear(h, x, weight, bias)
             return self._norm(h, norm)
         bias = bias if self.comm.rank == 0 else None  # added once
         if overlaps(h.shape[0], weight, self.comm):
@@ -168,17 +165,7 @@ class LlamaModel:
         return all_reduce_rms_norm(linear(x, weight, bias), h, norm, self.comm, self.config.rms_norm_eps, prefetch=prefetch)
 
     def _norm(self, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if fused(h):
-            from .fused_triton import rms_norm
-            return rms_norm(h, weight, self.config.rms_norm_eps)
-        return F.rms_norm(h, (h.shape[1],), weight, self.config.rms_norm_eps)
-
-    def _silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if fused(gate_up):
-            from .fused_triton import silu_mul
-            return silu_mul(gate_up)
-        gate, up = gate_up.chunk(2, dim=1)
-        return F.silu(gate, inplace=True).mul_(up)
+        return rms_norm(h, weight, self.config.rms_norm_eps)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, exact: bool = False) -> torch.Tensor:

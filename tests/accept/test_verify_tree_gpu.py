@@ -19,7 +19,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def assert_equals_cpu(case: dict) -> dict:
     """Path only (no workspace), all rows at once, and once more with the same workspace."""
     want = run_op("cpu", "verify_tree", **case)
-    memory = verify_tree_workspace(len(case["active"]))
+    memory = verify_tree_workspace()
     for workspace in (None, memory, memory):
         got = run_op("cuda", "verify_tree", **{**case, "workspace": workspace})
         for name, value in want.items():
@@ -72,7 +72,7 @@ def test_graph_replays_with_changing_contents_equal_eager(rng):
         eager = [run_op("cpu", "verify_tree", **c) for c in cases]
         on_gpu = [{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in c.items()} for c in cases]
         static = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in on_gpu[0].items()}
-        static["workspace"] = verify_tree_workspace(batch)
+        static["workspace"] = verify_tree_workspace()
         op(*positional("verify_tree", **static))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -120,5 +120,5 @@ def test_more_than_two_to_the_31_elements():
 
 def test_a_small_workspace_raises_in_words(rng):
     case = verify_case(rng, batch=2, nodes=4, vocab=11, fixed_nodes=True)
-    with pytest.raises(RuntimeError, match="verify_tree: workspace must have at least 2670720 bytes for 2 requests; got 5. Fix: "):
+    with pytest.raises(RuntimeError, match="verify_tree: workspace must have at least 5767296 bytes; got 5. Fix: "):
         run_op("cuda", "verify_tree", **{**case, "workspace": torch.zeros(5, dtype=torch.uint8)})

@@ -22,7 +22,7 @@ def check(monkeypatch):
         monkeypatch.setenv("FV_EMULATED_DEVICE", f"90:{sms}")
         backend = "cuda" if GPU else "emulated"
         if backend not in spaces:
-            spaces[backend] = verify_tree_workspace(128, "cuda" if GPU else "cpu")
+            spaces[backend] = verify_tree_workspace("cuda" if GPU else "cpu")
         want = run_op("cpu", "verify_tree", **case)
         got = run_op(backend, "verify_tree", **{**case, "workspace": spaces[backend]})
         for name, value in want.items():
