@@ -26,6 +26,9 @@ BUDGET = {
     r"rope_append_teams_kernel": (64, 0),  # eight blocks of 128 threads per SM
     r"rope_append_any_kernel": (64, 32),  # the calls of its divisions keep a few words
     r"probe_kernel": (32, 0),
+    r"tree_attention_sm90_kernel": (208, 0),
+    r"mla_tree_attention_kernel": (255, 0),
+    r"tree_attention_rows_kernel": (64, 32),
     r"AttentionTileILi128ELi128E": (255, 16),  # 8 bytes of spills on sm_120
 }
 DEFAULT = (255, 512)
@@ -40,7 +43,7 @@ def usage() -> dict:
     found, arch, kernel = {}, None, None
     for line in output(tool("cuobjdump", *places), "--dump-resource-usage", str(library("_C"))).splitlines():
         if re.match(r"\s*arch = sm_", line):
-            arch = line.split("sm_")[1].strip()
+            arch = line.split("sm_")[1].strip().rstrip("a")  # kernels of sm_90a are there for sm_90
         elif m := re.match(r"\s*Function (\S+):", line):
             kernel = m.group(1)
         elif kernel and "REG:" in line:
@@ -56,7 +59,7 @@ def budget(kernel: str) -> tuple:
 def test_every_architecture_has_every_kernel(usage):
     assert set(usage) == set(INFO["cuda_archs"])
     kernels = {arch: set(of) for arch, of in usage.items()}
-    everywhere = set.union(*kernels.values())
+    everywhere = {k for of in kernels.values() for k in of if "sm90_kernel" not in k}
     assert everywhere
     assert {arch: sorted(everywhere - k) for arch, k in kernels.items() if everywhere - k} == {}
 

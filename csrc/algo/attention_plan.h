@@ -253,11 +253,17 @@ FV_HD int least_stages(int64_t head_dim, int64_t tile_rows, int64_t stage_bytes)
     return static_cast<int>(stages > 2 ? stages : 2);
 }
 
-// Shared memory of the sm_90a kernel: f16 copies of an fp8 tile's K and V.
-FV_HD constexpr int wgmma_wide_bytes(int head_dim, int kv_bytes) { return kv_bytes == 1 ? 2 * kUnitTokens * head_dim * 2 : 0; }
+// Tokens of a step of the sm_90a kernel.
+FV_HD constexpr int wgmma_tokens(int tile_rows) { return tile_rows == 128 ? 128 : 64; }
+// Its shared memory: the f16 copy of an fp8 tile's K, then V, and all of it.
+FV_HD constexpr int wgmma_wide_bytes(int tile_rows, int head_dim, int kv_bytes) {
+    return kv_bytes == 1 ? wgmma_tokens(tile_rows) * head_dim * 2 : 0;
+}
+// Blocks per multiprocessor: with fp8 a third one hides the conversion.
+FV_HD constexpr int wgmma_blocks(int tile_rows, int kv_bytes) { return tile_rows == 128 ? 1 : kv_bytes == 1 ? 3 : 2; }
 FV_HD constexpr int64_t wgmma_smem(int64_t batch, int tile_rows, int head_dim, int kv_bytes, int stages) {
-    return tile_rows * (2 * head_dim + 8) + wgmma_wide_bytes(head_dim, kv_bytes) + 2 * stages * kUnitTokens * head_dim * kv_bytes +
-           prefix_bytes(batch) + kBlockWords;
+    return tile_rows * (2 * head_dim + wgmma_tokens(tile_rows) / 8) + wgmma_wide_bytes(tile_rows, head_dim, kv_bytes) +
+           2 * stages * wgmma_tokens(tile_rows) * head_dim * kv_bytes + prefix_bytes(batch) + kBlockWords;
 }
 constexpr int kWgmmaFromRows = 33;     // packed rows of a request from which its products pay
 
@@ -270,14 +276,14 @@ FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t /*kv
     a.least_units = 1;
     if (sm90 && head_dim == 128 && nodes * group >= kWgmmaFromRows) {
         const int tile = nodes * group > 64 ? 128 : 64;
-        const int64_t room = tile == 64 ? (max_smem + kSystemSmem) / 2 - kSystemSmem : max_smem;
+        const int blocks = wgmma_blocks(tile, kv_bytes);
+        const int64_t room = (max_smem + kSystemSmem) / blocks - kSystemSmem;
         a.wgmma = 1;
         a.threads = 2 * tile;
         a.tile_rows = tile;
         a.stages = 2;
         while (a.stages < kMaxStages && wgmma_smem(batch, tile, 128, kv_bytes, a.stages + 1) <= room) ++a.stages;
-        a.blocks = tile == 64 ? 2 * sms : sms;
-        a.blocks = a.blocks < kMaxBlocks ? a.blocks : kMaxBlocks;
+        a.blocks = sms * blocks < kMaxBlocks ? sms * blocks : kMaxBlocks;
         a.smem = wgmma_smem(batch, tile, 128, kv_bytes, a.stages);
         return a;
     }

@@ -38,7 +38,7 @@ FV_HD constexpr int64_t mla_wgmma_smem() {
 FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int sms, int64_t max_smem, bool sm90 = false) {
     MlaLaunch m{};
     const int64_t nodes = batch > 0 ? (rows + batch - 1) / batch : 0, room = max_smem - kBlockWords - prefix_bytes(batch);
-    m.base.least_units = 1;
+    m.base.least_units = 2;  // a partial result is as large as 114 latent rows
     m.base.threads = kMlaThreads;
     m.base.blocks = sms < kMaxBlocks ? sms : kMaxBlocks;
     if (sm90 && mla_wgmma_smem() + prefix_bytes(batch) <= max_smem) {

@@ -94,7 +94,7 @@ struct Merged {
 template <int kThreads>
 __device__ __forceinline__ void merge_share(const AttentionParams& p, const Piece& piece, Pieces pieces, int length, int tile_rows,
                                             float* scratch) {
-    constexpr int kAtOnce = 8;
+    constexpr int kAtOnce = 20;  // loads on their way: all of the usual 17 or 33 pieces of a group or two
     const int dims = p.v_dim, quads = dims / 4, tid = threadIdx.x;
     const Partials partials(p, piece.start, pieces, length, tile_rows, dims);
     const int live = min(tile_rows, piece.keys.nodes * p.group - piece.tile * tile_rows), total = live * quads;
@@ -115,12 +115,13 @@ __device__ __forceinline__ void merge_share(const AttentionParams& p, const Piec
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
                 const int j = j0 + i * groups;
-                const bool there = j < pieces.count;
-                const float* from = partials[there ? j : group];
-                tops[i] = __ldcg(from + tile_rows * dims + row);
-                sums[i] = __ldcg(from + tile_rows * (dims + 1) + row);
-                v[i] = __ldcg(reinterpret_cast<const float4*>(from + row * dims) + quad);
-                if (!there) tops[i] = -INFINITY, sums[i] = 0.0f;
+                tops[i] = -INFINITY, sums[i] = 0.0f, v[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+                if (j < pieces.count) {
+                    const float* from = partials[j];
+                    tops[i] = __ldcg(from + tile_rows * dims + row);
+                    sums[i] = __ldcg(from + tile_rows * (dims + 1) + row);
+                    v[i] = __ldcg(reinterpret_cast<const float4*>(from + row * dims) + quad);
+                }
             }
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) now = fmaxf(now, tops[i]);
@@ -168,7 +169,6 @@ static_assert(sizeof(BlockWords) <= kBlockWords);
 __device__ __forceinline__ void arrive(const AttentionParams& p, const Piece& piece, Pieces pieces, Pending& pending) {
     __syncthreads();
     if (threadIdx.x == 0) {
-        __threadfence();
         atomic_add_acq_rel(p.counters + pieces.first, 1);
         pending.pieces[pending.count & 1] = piece;
         ++pending.count;

@@ -195,8 +195,17 @@ struct Worker {
     }
 };
 
+// Reads a word of every line of the kernel's parameters, so that their constant-cache misses overlap.
+__device__ __forceinline__ void touch(const AttentionParams& p) {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(&p);
+    static_assert(sizeof(AttentionParams) > 320 && sizeof(AttentionParams) <= 448);
+    asm volatile("" ::"r"(words[0]), "r"(words[16]), "r"(words[32]), "r"(words[48]), "r"(words[64]), "r"(words[80]),
+                 "r"(words[sizeof(AttentionParams) / 4 - 1]));
+}
+
 // Lays out the work and starts the worker, which thread 0 alone uses from here on. All threads call it.
 __device__ __forceinline__ void start_work(const AttentionParams& p, int tile_rows, int* prefix, int* scratch, Worker& worker) {
+    touch(p);
     if (p.batch <= kWarpBatch) {
         if (threadIdx.x < 32) {
             const Line line = lay_out_few(p, tile_rows, prefix);

@@ -174,7 +174,7 @@ __device__ __forceinline__ float team_sum_of_squares(const Eight& x, int team) {
     return sum;
 }
 
-// A lane's part of the table row: where its elements pair with others, and cosines and signed sines.
+// A lane's part of the table row: where its elements pair with others, cosines and sines. Nothing here waits for the loads.
 struct RopeTurn {
     Eight c, s;
     int other;   // neox: the lane of the partners
@@ -191,7 +191,6 @@ struct RopeTurn {
             const int step = half / kRopeEach, pair = low ? i : i - half;
             other = threadIdx.x % 32 + (low ? step : -step);
             c = load_eight(cs, kF32, pair), s = load_eight(cs, kF32, half + pair);
-            for (int j = 0; j < kRopeEach; ++j) s.v[j] = low ? -s.v[j] : s.v[j];
         } else {
             for (int j = 0; j < 4; ++j) c.v[j] = cs[i / 2 + j], s.v[j] = cs[half + i / 2 + j];
         }
@@ -203,7 +202,11 @@ struct RopeTurn {
             Eight y;
             for (int j = 0; j < kRopeEach; ++j) y.v[j] = __shfl_sync(kRopeWarp, x.v[j], other);
             if (turns) {
-                for (int j = 0; j < kRopeEach; ++j) x.v[j] = x.v[j] * c.v[j] + y.v[j] * s.v[j];
+                const bool low = other > static_cast<int>(threadIdx.x % 32);
+                for (int j = 0; j < kRopeEach; ++j) {
+                    const float a = x.v[j] * c.v[j], b = y.v[j] * s.v[j];
+                    x.v[j] = low ? a - b : a + b;
+                }
             }
         } else if (turns) {
             for (int j = 0; j < kRopeEach; j += 2) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tree attention on sm_90a: the same pieces, masks, splits and merges as tree_attention_kernel.cuh, the products by wgmma.
 //
-// One warpgroup per 64 packed rows, one or two of them share the tiles of 64 tokens that pass through a ring of stages. Scores
+// One warpgroup per 64 packed rows; one takes tiles of 64 tokens, two share tiles of 128 tokens, which pass through a ring of stages. Scores
 // and values stay in the registers of the row's warp, so the running softmax needs no other warp. fp8 tiles are converted to
 // f16 once per block, in shared memory. Cost: one read of the visible KV per 64 or 128 rows; one launch.
 #pragma once
@@ -14,12 +14,12 @@ template <int kHeadDim_, int kRows_, class Kv_>
 struct WgmmaTile {
     using Kv = Kv_;
     static constexpr int kHeadDim = kHeadDim_, kRows = kRows_, kThreads = 2 * kRows, kWarps = kThreads / 32;
-    static constexpr int kTokens = 64, kWarpRows = 16, kSplit = 1, kSub = 64;
+    static constexpr int kTokens = wgmma_tokens(kRows), kWarpRows = 16, kSplit = 1, kSub = 64;
     static constexpr int kLoadTokens = kTokens / kWarps;
     static constexpr int kMt = 1, kNt = kTokens / 8, kOt = kHeadDim / 8, kParts = kHeadDim / 64;
     static constexpr int kKvRow = kHeadDim * Kv::kBytes, kQRow = kHeadDim * 2;
     static constexpr int kStage = 2 * kTokens * kKvRow, kQBytes = kRows * kQRow;
-    static constexpr int kWideBytes = wgmma_wide_bytes(kHeadDim, Kv::kBytes);  // K and V of one tile in f16
+    static constexpr int kWideBytes = wgmma_wide_bytes(kRows, kHeadDim, Kv::kBytes);  // K, then V of one tile in f16
     static constexpr bool kQInRegisters = false;
     static_assert(kHeadDim == 128 && (kRows == 64 || kRows == 128));
 };
@@ -34,7 +34,7 @@ template <class T>
 struct AttendWgmma : Attend<T> {
     using Kv = typename T::Kv;
     using Base = Attend<T>;
-    using Base::lane, Base::warp, Base::o, Base::top, Base::sum, Base::p, Base::ring, Base::q_smem;
+    using Base::lane, Base::warp, Base::o, Base::top, Base::sum, Base::p, Base::ring, Base::q_smem, Base::seen;
     unsigned char* wide;
 
     // shared: Q, f16 copies (fp8), the ring of stages, seen
@@ -83,23 +83,54 @@ struct AttendWgmma : Attend<T> {
         }
     }
 
-    // fp8 tile of a stage -> f16 in `wide`, K then V.
-    __device__ __forceinline__ void widen(const unsigned char* stage) {
+    // K or V of an fp8 tile -> f16 in `wide`.
+    __device__ __forceinline__ void widen(const unsigned char* tile) {
         constexpr int kChunks = T::kKvRow / 16;
 #pragma unroll 4
-        for (int i = threadIdx.x; i < 2 * T::kTokens * kChunks; i += T::kThreads) {
-            const int row = i / kChunks, chunk = i % kChunks, v = row / T::kTokens, token = row % T::kTokens;
-            const uint4 x = *reinterpret_cast<const uint4*>(stage + i * 16);
+        for (int i = threadIdx.x; i < T::kTokens * kChunks; i += T::kThreads) {
+            const int token = i / kChunks, chunk = i % kChunks;
+            const uint4 x = *reinterpret_cast<const uint4*>(tile + i * 16);
             const uint4 low{e4m3x2_to_f16x2(x.x), e4m3x2_to_f16x2(x.x >> 16), e4m3x2_to_f16x2(x.y), e4m3x2_to_f16x2(x.y >> 16)};
             const uint4 high{e4m3x2_to_f16x2(x.z), e4m3x2_to_f16x2(x.z >> 16), e4m3x2_to_f16x2(x.w), e4m3x2_to_f16x2(x.w >> 16)};
-            unsigned char* to = wide + v * (T::kWideBytes / 2);
             const int swap = chunk >> 2 & 1;  // neighbours write different banks
-            *reinterpret_cast<uint4*>(to + block_offset<T::kTokens>(token, 2 * chunk + swap)) = swap ? high : low;
-            *reinterpret_cast<uint4*>(to + block_offset<T::kTokens>(token, 2 * chunk + 1 - swap)) = swap ? low : high;
+            *reinterpret_cast<uint4*>(wide + block_offset<T::kTokens>(token, 2 * chunk + swap)) = swap ? high : low;
+            *reinterpret_cast<uint4*>(wide + block_offset<T::kTokens>(token, 2 * chunk + 1 - swap)) = swap ? low : high;
         }
     }
 
-    __device__ __forceinline__ void tile(const Piece& piece, const unsigned char* k, int begin, bool masked, float scale) {
+    // seen[row], for every 64 tokens: the positions from `start` on that each row of the tile sees. All threads; ends with a barrier.
+    __device__ __forceinline__ void look_at(const Piece& piece, int start) {
+        __syncthreads();
+#pragma unroll 1
+        for (int i = threadIdx.x; i < T::kRows * (T::kTokens / 64); i += T::kThreads) {
+            const RowTarget t = row_target(p, piece, T::kRows, i % T::kRows);
+            const int from = start + i / T::kRows * 64;
+            uint64_t bits = 0;
+            if (t.live) {
+                const RowSight sight = row_sight(p.mask ? p.mask + t.row * p.mask_row : nullptr, p.words,
+                                                 p.row_base + t.row - piece.keys.row0, piece.keys.columns, piece.keys.prefix, p.window);
+                bits = visible_positions(sight, piece.keys.prefix, from) & low_bits(piece.end - from);
+            }
+            seen[i] = bits;
+        }
+        __syncthreads();
+    }
+    __device__ __forceinline__ void hide(float (&s)[1][T::kNt][4]) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int n = 0; n < T::kNt; ++n) {
+                const uint64_t bits = seen[n / 8 * T::kRows + 16 * warp + 8 * h + lane / 4] >> 2 * (lane & 3);
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    if (!(bits >> (8 * (n % 8) + e) & 1)) s[0][n][2 * h + e] = -INFINITY;
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void tile(const unsigned char* stage, bool masked, float scale) {
+        const unsigned char* k = Kv::kBytes == 2 ? stage : wide;
         float s[1][T::kNt][4];
         const int group = warp / 4;
         const MatrixDescriptor a = matrix_descriptor(q_smem + group * 64 * 128, 1024), b = matrix_descriptor(k, 1024);
@@ -109,18 +140,31 @@ struct AttendWgmma : Attend<T> {
         for (int part = 0; part < T::kParts; ++part) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const MatrixDescriptor left = advance(a, part * T::kRows * 128 + i * 32), right = advance(b, part * T::kTokens * 128 + i * 32);
-                if constexpr (is_bf16<Kv>) wgmma_ss_bf16(s[0], left, right, part + i > 0);
-                else wgmma_ss_f16(s[0], left, right, part + i > 0);
+#pragma unroll
+                for (int n = 0; n < T::kTokens / 64; ++n) {
+                    const MatrixDescriptor left = advance(a, part * T::kRows * 128 + i * 32);
+                    const MatrixDescriptor right = advance(b, part * T::kTokens * 128 + n * 64 * 128 + i * 32);
+                    float(&to)[8][4] = *reinterpret_cast<float(*)[8][4]>(&s[0][8 * n]);
+                    if constexpr (is_bf16<Kv>) wgmma_ss_bf16(to, left, right, part + i > 0);
+                    else wgmma_ss_f16(to, left, right, part + i > 0);
+                }
             }
         }
         wgmma_commit();
         wgmma_wait<0>();
         wgmma_hold(s[0]);
+        if (Kv::kBytes == 1) {
+            __syncthreads();  // K has been read
+            widen(stage + T::kStage / 2);
+        }
         const float factor = this->cap(s, scale);
-        if (masked) this->mask(s, 0);
+        if (masked) hide(s);
         this->softmax(s, factor);
-        const MatrixDescriptor v = matrix_descriptor(k + T::kTokens * T::kHeadDim * 2, 1024, T::kTokens * 128);
+        if (Kv::kBytes == 1) {
+            fence_shared_for_async();
+            __syncthreads();
+        }
+        const MatrixDescriptor v = matrix_descriptor(Kv::kBytes == 2 ? stage + T::kStage / 2 : wide, 1024, T::kTokens * 128);
         uint32_t w[T::kTokens / 16][4];
 #pragma unroll
         for (int i = 0; i < T::kTokens / 16; ++i) {
@@ -152,7 +196,7 @@ struct AttendWgmma : Attend<T> {
         int page = tiles > 0 ? this->find_page(piece, piece.begin) : -1;
         load_q(piece);
         const float scale = p.scale * (p.k_scale ? p.k_scale[piece.head * p.k_scale_stride] : 1.0f);
-        const int free_end = piece.keys.prefix;  // tiles that end here or before hold prefix only
+        const int free_end = min(piece.keys.prefix, piece.end);  // tiles that end here or before hold prefix only
         const int free_begin = p.window > 0 ? piece.keys.prefix + piece.keys.columns - p.window : 0;
         top[0][0] = top[0][1] = -INFINITY;
         sum[0][0] = sum[0][1] = 0.0f;
@@ -180,8 +224,8 @@ struct AttendWgmma : Attend<T> {
                 __syncthreads();
             }
             const bool masked = begin + T::kTokens > free_end || begin < free_begin;
-            if (masked) this->look(piece, begin);
-            tile(piece, Kv::kBytes == 2 ? from : wide, begin, masked, scale);
+            if (masked) look_at(piece, begin);
+            tile(from, masked, scale);
             if ((from += T::kStage) == ring_end) from = ring;
         }
         cp_async_wait<0>();
@@ -219,9 +263,9 @@ struct AttendWgmma : Attend<T> {
 
 // grid: persistent; block: 2 threads per row; dynamic shared memory: Q, copies, ring, seen, prefix sums, a few words.
 template <class T>
-__global__ void __launch_bounds__(T::kThreads, T::kRows == 64 ? 2 : 1) tree_attention_sm90_kernel(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(T::kThreads, wgmma_blocks(T::kRows, T::Kv::kBytes)) tree_attention_sm90_kernel(const __grid_constant__ AttentionParams p) {
     unsigned char* shared = dynamic_shared_aligned();
-    unsigned char* rest = shared + T::kQBytes + T::kWideBytes + p.stages * T::kStage + T::kRows * 8;
+    unsigned char* rest = shared + T::kQBytes + T::kWideBytes + p.stages * T::kStage + T::kRows * (T::kTokens / 8);
     int* prefix = reinterpret_cast<int*>(rest);
     BlockWords& words = *reinterpret_cast<BlockWords*>(rest + prefix_bytes(p.batch));
     start_work(p, T::kRows, prefix, words.scratch, words.worker);

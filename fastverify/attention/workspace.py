@@ -13,7 +13,7 @@ def workspace_bytes(rows: int, batch: int, q_heads: int, kv_heads: int, head_dim
     tile, most = (32, 64) if wide else (64 if head_dim == 128 else 32, 128)
     while tile < min(want, most):
         tile *= 2
-    return COUNTER_BYTES + 4 * sms * tile * (head_dim + 2) * 4
+    return COUNTER_BYTES + (6 if tile <= 64 else 4) * sms * tile * (head_dim + 2) * 4
 
 
 def exact_workspace_bytes(rows: int, q_heads: int, kv_heads: int, head_dim: int, capacity: int) -> int:

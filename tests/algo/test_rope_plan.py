@@ -9,7 +9,7 @@ import pytest
 
 HERE = Path(__file__).parent
 SMS = {"sm_80": 108, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188}
-EACH, THREADS, RESIDENT = 8, 128, 12  # elements of a lane, threads and blocks per multiprocessor
+EACH, THREADS, RESIDENT = 8, 128, 8  # elements of a lane, threads and blocks per multiprocessor
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to build the driver")
 
