@@ -45,7 +45,7 @@ def headline() -> str:
     low, high = min(r["speedup"] for r in rows), max(r["speedup"] for r in rows)
     return (f"**{low:.2f}x to {high:.2f}x plain decoding** over {len(rows)} question sets, {sum(r['equal'] for r in rows)} of "
             f"{sum(r['prompts'] for r in rows)} answers equal token for token: SmolLM2-135M\n"
-            f"with the EAGLE-3 head that ships here, `--tree auto`, {e['device']}, {e['threads']} threads, {e['date'][:10]} (table below).")
+            f"with the first version of the EAGLE-3 head that ships here, `--tree auto`, {e['device']}, {e['threads']} threads, {e['date'][:10]} (table below).")
 
 
 def table(header: list, rows: list) -> list:

@@ -23,7 +23,7 @@ BUDGET = {
     r"all_reduce_(rms_norm_|fp8_)kernel": (168, 0),  # up to 4 ranks 128 for 512 threads, else 256 threads
     r"all_reduce_kernel": (128, 0),  # 512 threads
     r"all_gather_small_kernel": (64, 32),  # the calls for unaligned ends keep a few words
-    r"rope_append_teams_kernel": (64, 0),  # eight blocks of 128 threads per SM
+    r"rope_append_teams_kernel": (64, 16),  # eight blocks of 128 threads per SM; a word or two spilled on sm_80
     r"rope_append_any_kernel": (64, 32),  # the calls of its divisions keep a few words
     r"probe_kernel": (32, 0),
     r"tree_attention_sm90_kernel": (208, 0),

@@ -97,7 +97,7 @@ def main() -> int:
     providers = {name: (ours, False)}
     if on_gpu:
         providers |= {f"flashinfer {b} (chain)": (functools.partial(flashinfer, backend=b), True) for b in ("fa3", "fa2")}
-    for text in args.shapes:
+    for text in bench.shapes(args.shapes, ("heads", "B", "N", "KV")):
         heads, batch, nodes, prefix = map(int, text.split(","))
         shape = dict(H=heads, B=batch, N=nodes, KV=prefix)
         nbytes = batch * dtype.itemsize * ((prefix + nodes) * (LATENT + ROPE) + nodes * heads * (2 * LATENT + ROPE))

@@ -1,6 +1,6 @@
 """skinny_linear and skinny_qkv beside the torch calls they replace: products of SmolLM2-135M and two of Llama-3-8B.
 
-    python benchmarks/linear/bench_skinny_linear.py --rows 1,4,8,20
+    python benchmarks/linear/bench_skinny_linear.py --tree-rows 1,4,8,20
 """
 
 import sys
@@ -32,14 +32,14 @@ def torch_product(x, w, norm, out, kind):
 
 def main() -> int:
     parser = harness.options(__doc__.splitlines()[0])
-    parser.add_argument("--rows", default="1,4,8,16,20,32")
+    parser.add_argument("--tree-rows", default="1,4,8,16,20,32")
     args = parser.parse_args()
     bench, dtype = harness.Bench("skinny_linear", args), torch.bfloat16
     draw = lambda *s: torch.randn(*s, device=bench.device).to(dtype)  # noqa: E731
     for name, inner, outer, kind, normed in PRODUCTS[: harness.QUICK_SHAPES] if args.quick else PRODUCTS:
         nbytes = 2 * inner * outer
         weights = [draw(outer, inner) / inner**0.5 for _ in range(bench.sets(nbytes))]
-        for rows in map(int, args.rows.split(",")):
+        for rows in map(int, args.tree_rows.split(",")):
             x, norm = draw(rows, inner), draw(inner) if normed else None
             width = outer // 2 if kind == SILU_MUL else outer
             start, out = draw(rows, width), torch.empty(rows, width, dtype=dtype, device=bench.device)

@@ -1,12 +1,13 @@
 """The decode loop on the GPU: cycle times by stage, kernels of one cycle, gaps between them, and what reaches the host.
 
-    python benchmarks/loop/bench_loop.py --dummy llama-3-8b --batch 1,8 --length 2048,16384 --tree off,tree-16
+    python benchmarks/loop/bench_loop.py --dummy llama-3-8b --requests 1,8 --length 2048,16384 --tree off,tree-16
     python benchmarks/loop/bench_loop.py --dummy smollm2-135m --tree off,chain-3,tree-20 --profile
 
 Random weights (models/dummy.py): a row says so. Times are of replays of the captured cycle at the given prefix length.
 """
 
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -132,7 +133,7 @@ def main() -> int:
     parser = harness.options(__doc__.splitlines()[0])
     parser.add_argument("--dummy", default="smollm2-135m")
     parser.add_argument("--tree", default="off,chain-3,tree-20")
-    parser.add_argument("--batch", default="1")
+    parser.add_argument("--requests", default="1")
     parser.add_argument("--length", default="256")
     parser.add_argument("--acceptance", type=float, default=0.6)
     parser.add_argument("--profile", action="store_true")
@@ -143,7 +144,7 @@ def main() -> int:
     target = dummy_target(args.dummy, torch.bfloat16, "cuda", num_layers=args.layers)
     draft = dummy_draft(target)
     note = label(args.dummy, args.acceptance)
-    for batch in map(int, args.batch.split(",")):
+    for batch in map(int, args.requests.split(",")):
         for length in map(int, args.length.split(",")):
             for name in args.tree.split(","):
                 shape = parse_shape(name)
@@ -158,6 +159,13 @@ def main() -> int:
                     row = bench.rows[-1]
                     against = f", {row['median_us'] / row['floor_us']:.3f}x the floor {row['floor_us']:.0f}" if row["floor_us"] else ""
                     print(f"{args.dummy} B={batch} prefix={length} {name} {stage}: {row['median_us']:.1f} us{against}", flush=True)
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(4):
+                    loop._graphs[(batch, shape, False)].replay()
+                launch = (time.perf_counter() - began) / 4 * 1e6
+                torch.cuda.synchronize()
+                print(f"  host: {launch:.0f} us to launch a cycle")
                 if args.profile:
                     found = profile(loop, batch, shape)
                     kernels = found.pop("kernels")

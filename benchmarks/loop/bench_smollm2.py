@@ -145,17 +145,17 @@ def main() -> int:
     shapes, found = args.tree.split(","), dict(device=torch.cuda.get_device_name() if args.device == "cuda" else "cpu", command=harness.without_paths(" ".join(sys.argv)),
                                               date=time.strftime("%Y-%m-%d"), new=args.new)
     few = {k: v[:args.equal_limit] for k, v in sets.items()}
-    with torch.inference_mode():
-        if "speed" in args.part:
-            found["speed"] = speed(target, draft, sets, shapes, args.new)
-        if "equal" in args.part:
-            found["equality"] = equality(target, draft, few, [s for s in shapes if s != "off"][:2], 128, False)
-        if "exact" in args.part:
-            found["exact"] = equality(target, draft, few, [s for s in shapes if s != "off"][:2], 128, True)
-        if "transformers" in args.part:
-            found["transformers"] = transformers_speed(target, [p for ps in sets.values() for p in ps][:2], args.new)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    compared = [s for s in shapes if s != "off"][:2]
+    parts = dict(speed=lambda: speed(target, draft, sets, shapes, args.new),
+                 equal=lambda: equality(target, draft, few, compared, 128, False),
+                 exact=lambda: equality(target, draft, few, compared, 128, True),
+                 transformers=lambda: transformers_speed(target, [p for ps in sets.values() for p in ps][:2], args.new))
+    for name, run_part in parts.items():
+        if name in args.part.split(","):
+            with torch.inference_mode():
+                found[name] = run_part()
+            if args.json:  # at once: a run that is cut short keeps what it has
+                args.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

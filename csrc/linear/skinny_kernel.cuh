@@ -15,7 +15,6 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kTile = 16;        // weight rows of a block
 constexpr int kChunk = 32;       // of K, per warp and step
 constexpr int kAhead = 6;        // chunks of weights a warp has in flight
-constexpr int kKept = 3;         // chunks of x that a warp keeps between the norm and the product: K <= 768
 constexpr int kMaxTiles = 4;     // of eight rows of x
 constexpr int kStride = kTile + 1;
 
@@ -51,9 +50,8 @@ __device__ __forceinline__ float squares(uint32_t x) {
 }
 
 // kTiles groups of eight rows. Epilogue: rows(tile, n, low, high) names the weight rows low..low+7 and high..high+7 of a
-// block; store(args, row, tile, i, a, b) takes the products of weight rows low + i and high + i. kNormed: there is a norm and K
-// is at most kWarps kKept kChunk: its weights are loaded before the wait too, and x is read once. The same sums as without.
-template <int kTiles, bool kNormed, class Epilogue>
+// block; store(args, row, tile, i, a, b) takes the products of weight rows low + i and high + i.
+template <int kTiles, class Epilogue>
 __global__ void __launch_bounds__(kThreads) skinny_kernel(const __grid_constant__ Params p, const __grid_constant__ Epilogue epilogue) {
     __shared__ float sums[kWarps][8 * kTiles * kStride];
     __shared__ float part[kWarps][8 * kTiles];
@@ -64,11 +62,10 @@ __global__ void __launch_bounds__(kThreads) skinny_kernel(const __grid_constant_
     epilogue.rows(tile, low, high);
     const uint16_t* w_low = p.weight + static_cast<int64_t>(low + g) * p.inner + c * 8;
     const uint16_t* w_high = p.weight + static_cast<int64_t>(high + g) * p.inner + c * 8;
-    constexpr int kLoads = kNormed ? kKept : kAhead;
-    uint4 a_low[kLoads], a_high[kLoads], norm[kNormed ? kKept : 1], kept[kNormed ? kKept : 1][kTiles];
+    uint4 a_low[kAhead], a_high[kAhead];
     auto load = [&](int begin) {
 #pragma unroll
-        for (int j = 0; j < kLoads; ++j) {
+        for (int j = 0; j < kAhead; ++j) {
             const int chunk = begin + kWarps * j;
             if (chunk < chunks) {
                 a_low[j] = load_streaming_16(w_low + chunk * kChunk);
@@ -77,13 +74,6 @@ __global__ void __launch_bounds__(kThreads) skinny_kernel(const __grid_constant_
         }
     };
     load(warp);
-    if constexpr (kNormed) {
-#pragma unroll
-        for (int j = 0; j < kKept; ++j) {
-            const int chunk = warp + kWarps * j;
-            if (chunk < chunks) norm[j] = *reinterpret_cast<const uint4*>(p.norm + chunk * kChunk + c * 8);
-        }
-    }
     wait_for_previous_launch();
 
     auto x_at = [&](int t, int chunk) -> uint4 {  // eight values of row 8 t + g
@@ -95,24 +85,11 @@ __global__ void __launch_bounds__(kThreads) skinny_kernel(const __grid_constant_
     if (p.norm) {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) rms[t] = 0.0f;
-        auto add = [&](int t, uint4 v) { rms[t] += (squares(v.x) + squares(v.y)) + (squares(v.z) + squares(v.w)); };
-        if constexpr (kNormed) {
+        for (int chunk = warp; chunk < chunks; chunk += kWarps) {
 #pragma unroll
-            for (int j = 0; j < kKept; ++j) {
-#pragma unroll
-                for (int t = 0; t < kTiles; ++t) {
-                    kept[j][t] = warp + kWarps * j < chunks ? x_at(t, warp + kWarps * j) : make_uint4(0, 0, 0, 0);
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < kKept; ++j) {
-#pragma unroll
-                for (int t = 0; t < kTiles; ++t) add(t, kept[j][t]);
-            }
-        } else {
-            for (int chunk = warp; chunk < chunks; chunk += kWarps) {
-#pragma unroll
-                for (int t = 0; t < kTiles; ++t) add(t, x_at(t, chunk));
+            for (int t = 0; t < kTiles; ++t) {
+                const uint4 v = x_at(t, chunk);
+                rms[t] += (squares(v.x) + squares(v.y)) + (squares(v.z) + squares(v.w));
             }
         }
 #pragma unroll
@@ -132,22 +109,19 @@ __global__ void __launch_bounds__(kThreads) skinny_kernel(const __grid_constant_
     }
 
     float acc[kTiles][4] = {};
-    for (int begin = warp; begin < chunks; begin += kWarps * kLoads) {
+    for (int begin = warp; begin < chunks; begin += kWarps * kAhead) {
         if (begin != warp) load(begin);
 #pragma unroll
-        for (int j = 0; j < kLoads; ++j) {
+        for (int j = 0; j < kAhead; ++j) {
             const int chunk = begin + kWarps * j;
             if (chunk >= chunks) break;
-            uint4 n = make_uint4(0, 0, 0, 0);
-            if constexpr (kNormed) n = norm[j];
-            else if (p.norm) n = *reinterpret_cast<const uint4*>(p.norm + chunk * kChunk + c * 8);
+            uint4 n;
+            if (p.norm) n = *reinterpret_cast<const uint4*>(p.norm + chunk * kChunk + c * 8);
             const uint32_t step0[4] = {a_low[j].x, a_high[j].x, a_low[j].y, a_high[j].y};
             const uint32_t step1[4] = {a_low[j].z, a_high[j].z, a_low[j].w, a_high[j].w};
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
-                uint4 v;
-                if constexpr (kNormed) v = kept[j][t];
-                else v = x_at(t, chunk);
+                uint4 v = x_at(t, chunk);
                 if (p.norm) v = make_uint4(scaled(v.x, n.x, rms[t]), scaled(v.y, n.y, rms[t]), scaled(v.z, n.z, rms[t]), scaled(v.w, n.w, rms[t]));
                 mma_16816_bf16(acc[t], step0, v.x, v.y);
                 mma_16816_bf16(acc[t], step1, v.z, v.w);
@@ -180,15 +154,13 @@ __global__ void __launch_bounds__(kThreads) skinny_kernel(const __grid_constant_
     }
 }
 
-template <bool kNormed, class Epilogue>
+template <class Epilogue>
 void run_skinny(const Launch& launch, const Params& p, const Epilogue& epilogue) {
     const dim3 grid(static_cast<unsigned>(p.outer / kTile), static_cast<unsigned>(ceil_div(p.rows, 8 * kMaxTiles)));
-    const auto kernel = p.rows <= 8 ? skinny_kernel<1, kNormed, Epilogue> : p.rows <= 16 ? skinny_kernel<2, kNormed, Epilogue>
-                      : p.rows <= 24 ? skinny_kernel<3, kNormed, Epilogue> : skinny_kernel<4, kNormed, Epilogue>;
+    const auto kernel = p.rows <= 8 ? skinny_kernel<1, Epilogue> : p.rows <= 16 ? skinny_kernel<2, Epilogue>
+                      : p.rows <= 24 ? skinny_kernel<3, Epilogue> : skinny_kernel<4, Epilogue>;
     launch.run_overlapped(kernel, grid, dim3(kThreads), 0, p, epilogue);
 }
-
-inline bool keeps_norm(const Params& p) { return p.norm && p.inner <= kWarps * kKept * kChunk; }
 
 inline Params params(const char* op, const SkinnySizes& s, const Tensor& x, const Tensor& weight, const OptTensor& bias,
                      const OptTensor& norm, double eps) {

@@ -5,11 +5,37 @@
 #include <torch/csrc/stable/library.h>
 
 #include "linear/skinny_args.h"
-#include "linear/skinny_epilogues.cuh"
+#include "linear/skinny_kernel.cuh"
 
 namespace fv {
 namespace skinny {
 namespace {
+
+struct Plain {
+    uint16_t* out;
+    int64_t row_stride;
+    __device__ void rows(int tile, int& low, int& high) const { low = tile * kTile, high = low + 8; }
+    __device__ void store(int row, int, int low, int high, float a, float b) const {
+        out[row * row_stride + low] = float_to_bf16(a);
+        out[row * row_stride + high] = float_to_bf16(b);
+    }
+};
+
+struct Add : Plain {
+    __device__ void store(int row, int tile, int low, int high, float a, float b) const {
+        Plain::store(row, tile, low, high, a + bf16_to_float(out[row * row_stride + low]), b + bf16_to_float(out[row * row_stride + high]));
+    }
+};
+
+struct SiluMul {
+    uint16_t* out;
+    int64_t row_stride;
+    int32_t half;
+    __device__ void rows(int tile, int& low, int& high) const { low = tile * 8, high = half + low; }
+    __device__ void store(int row, int, int low, int, float a, float b) const {
+        out[row * row_stride + low] = float_to_bf16(a / (1.0f + expf(-a)) * b);
+    }
+};
 
 void skinny_linear_cuda(const Tensor x, const Tensor weight, const OptTensor bias, const OptTensor norm, Tensor out, double eps,
                         int64_t kind) {
@@ -18,11 +44,9 @@ void skinny_linear_cuda(const Tensor x, const Tensor weight, const OptTensor bia
     const Params p = params("skinny_linear", s, x, weight, bias, norm, eps);
     const Launch launch("skinny_linear", x);
     uint16_t* to = mptr<uint16_t>(out);
-    const Plain plain{to, out.stride(0)};
-    const SiluMul silu{to, out.stride(0), static_cast<int32_t>(s.outer / 2)};
-    if (kind == kSkinnyAdd) run_skinny<false>(launch, p, Add{plain});
-    else if (kind == kSkinnyPlain) keeps_norm(p) ? run_normed(launch, p, plain) : run_skinny<false>(launch, p, plain);
-    else keeps_norm(p) ? run_normed(launch, p, silu) : run_skinny<false>(launch, p, silu);
+    if (kind == kSkinnyPlain) run_skinny(launch, p, Plain{to, out.stride(0)});
+    else if (kind == kSkinnyAdd) run_skinny(launch, p, Add{{to, out.stride(0)}});
+    else run_skinny(launch, p, SiluMul{to, out.stride(0), static_cast<int32_t>(s.outer / 2)});
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // skinny_qkv on CUDA: RMSNorm, merged QKV product, RoPE and append to the paged cache in one launch: a block's 16 weight rows
 // are eight pairs that RoPE turns into each other. Same bits as the product rounded to bf16, then rope_append.
-// Cost: N * K * 2 bytes, one launch. Graph-safe. Instantiations: 8, 16, 24, 32 rows x {any, a norm and K <= 768}.
+// Cost: N * K * 2 bytes, one launch. Graph-safe. Instantiations: 8, 16, 24, 32 rows.
 #include <torch/csrc/stable/library.h>
 
 #include "linear/skinny_args.h"
@@ -63,11 +63,10 @@ void skinny_qkv_cuda(const Tensor x, const Tensor weight, const OptTensor bias, 
     if (n.s.rows == 0) return;
     const Params p = params("skinny_qkv", n.s, x, weight, bias, norm, eps);
     const Launch launch("skinny_qkv", x);
-    const Qkv epilogue{mptr<uint16_t>(q), q.stride(0), q.stride(1), cache_of(k_cache), cache_of(v_cache),
+    run_skinny(launch, p, Qkv{mptr<uint16_t>(q), q.stride(0), q.stride(1), cache_of(k_cache), cache_of(v_cache),
                               cptr<int32_t>(positions), cptr<int64_t>(slots), cptr<float>(cos_sin), n.max_positions, n.capacity,
                               static_cast<int32_t>(n.heads), static_cast<int32_t>(n.kv_heads), static_cast<int32_t>(n.head_dim),
-                              static_cast<int32_t>(n.page_size)};
-    keeps_norm(p) ? run_skinny<true>(launch, p, epilogue) : run_skinny<false>(launch, p, epilogue);
+                              static_cast<int32_t>(n.page_size)});
 }
 
 }  // namespace

@@ -116,11 +116,12 @@ def _calibrate(setting: Setting, prompts: list, plan: Plan, record: _Record) -> 
         record.rounds += decoder.time_rounds(prompts, shape, plan.rounds)[1:]
     else:
         record.rounds += ranks.time_rounds(decoder, prompts, shape, plan.rounds)[1:]
-    if on_gpu:
-        record.split += (decoder.time_rounds(prompts, shape, plan.rounds, SynchronizedStats(torch.cuda.synchronize)) if alone
+    if on_gpu or not decoder.interleaves:
+        wait = torch.cuda.synchronize if on_gpu else lambda: None
+        record.split += (decoder.time_rounds(prompts, shape, plan.rounds, SynchronizedStats(wait)) if alone
                          else ranks.time_rounds(decoder, prompts, shape, plan.rounds))[1:]
-        if shape.speculative and not decoder.eagle:  # its rounds without a match are not those of captured plain decoding
-            record.plain += decoder.time_rounds(prompts, OFF, plan.rounds)[1:]
+    if on_gpu and shape.speculative and not decoder.eagle:  # its rounds without a match are not those of captured plain decoding
+        record.plain += decoder.time_rounds(prompts, OFF, plan.rounds)[1:]
 
 
 def _mean_cycle(setting: Setting, prompts: list, plan: Plan) -> dict:

@@ -118,11 +118,11 @@ def _own_version() -> "str | None":
 
 def _other_install() -> "str | None":
     """Where an installed fastverify lies that this one hides."""
-    try:
-        place = Path(str(metadata.distribution("fastverify").locate_file("fastverify"))).resolve()
-    except metadata.PackageNotFoundError:
-        return None
-    return str(place) if place != PACKAGE and (place / "build_info.json").is_file() else None
+    for found in metadata.distributions(name="fastverify"):  # a clone has its own .egg-info, which comes first
+        place = Path(str(found.locate_file("fastverify"))).resolve()
+        if place != PACKAGE and (place / "build_info.json").is_file():
+            return str(place)
+    return None
 
 
 def _build_info() -> dict:

@@ -15,7 +15,6 @@ from typing import Any, Optional
 
 import torch
 
-from .. import _ops
 from ..attention.tree_attention import tree_attention
 from ..eagle3.checkpoint import load_draft
 from ..eagle3.decode import Decoder, Result, SamplingParams
@@ -121,14 +120,15 @@ def _storages(model: Any) -> tuple:
 # ---- model.generate(custom_generate=...) -----------------------------------------------------------------------------------
 
 
-def speculative(model: Any, draft: Any = "ngram", *, tree: str = "auto", **draft_options) -> "Speculative":
+def speculative(model: Any, draft: Any = "ngram", *, tree: str = "auto", captured: bool = False, **draft_options) -> "Speculative":
     """A `custom_generate` for `model`.
 
     draft  folder of an EAGLE-3 draft, "ngram", or a drafter that was made for share_target(model)
     tree   "auto", "off", "chain-K" or "tree-N"
+    captured  cycles as CUDA graphs (eagle3/graph_decode.py), EAGLE-3 drafts only; the first run of a batch size captures
     draft_options  of load_draft (aux_convention, d2t_format)
     """
-    return Speculative(model, draft, tree=tree, **draft_options)
+    return Speculative(model, draft, tree=tree, captured=captured, **draft_options)
 
 
 class Speculative:
@@ -141,8 +141,8 @@ class Speculative:
     a streamer for one prompt is passed as model.generate(..., stream_to=streamer).
     """
 
-    def __init__(self, model: Any, draft: Any = "ngram", *, tree: str = "auto", **draft_options) -> None:
-        self._model, self._draft_given, self._tree, self._options = model, draft, tree, draft_options
+    def __init__(self, model: Any, draft: Any = "ngram", *, tree: str = "auto", captured: bool = False, **draft_options) -> None:
+        self._model, self._draft_given, self._tree, self._captured, self._options = model, draft, tree, captured, draft_options
         self.stats: Optional[Stats] = None
         self._share()
 
@@ -153,9 +153,7 @@ class Speculative:
             draft = NgramDrafter()
         elif not hasattr(draft, "forward") and not isinstance(draft, NgramDrafter):
             draft = load_draft(draft, self.target, dtype=self.target.dtype, device=self.target.device, **self._options)
-        captured = (self.target.device.type == "cuda" and _ops.has_kernel("next_inputs", "cuda")
-                    and not isinstance(draft, NgramDrafter))
-        self.decoder = (GraphDecoder if captured else Decoder)(self.target, draft, tree=self._tree)
+        self.decoder = (GraphDecoder if self._captured else Decoder)(self.target, draft, tree=self._tree)
         self._where = _storages(self._model)
 
     def __call__(self, model: Any, input_ids: torch.Tensor, logits_processor: Any = None, stopping_criteria: Any = None,

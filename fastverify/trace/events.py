@@ -2,6 +2,7 @@
 
 import re
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, NamedTuple, Optional
@@ -56,6 +57,7 @@ class Collective(NamedTuple):
     group: str             # process group name, "" if unknown
     group_size: Optional[int]
     name: str
+    stream: int = 0
 
     @property
     def end(self) -> float:
@@ -103,12 +105,12 @@ class RankTrace:
 def read_rank(path: "str | Path", step_pattern: Optional[str] = None, progress: Optional[Callable] = None) -> RankTrace:
     """Streams one file. step_pattern: regular expression of the step annotations (default: STEPS).
 
-    Memory: about 50 bytes per GPU event, and the collectives. Errors: ValueError if the file is no trace.
+    Memory: about 60 bytes per GPU event, and the collectives. Errors: ValueError if the file is no trace.
     """
     wanted = re.compile(step_pattern) if step_pattern else STEPS
     reader = TraceReader(path, progress)
     found = {"kernel": [], "host": [], "param": []}
-    starts, ends = array("d"), array("d")
+    starts, ends, streams = array("d"), array("d"), array("i")
     spans = {"user_annotation": [], "gpu_user_annotation": []}
     kernel_kinds: dict = {}
     count = 0
@@ -124,6 +126,7 @@ def read_rank(path: "str | Path", step_pattern: Optional[str] = None, progress: 
         if cat in GPU_WORK:
             starts.append(start)
             ends.append(start + duration)
+            streams.append(_stream(event))
             if cat == "kernel":
                 if name not in kernel_kinds:
                     kernel_kinds[name] = kind_of(KERNELS, name)
@@ -143,9 +146,12 @@ def read_rank(path: "str | Path", step_pattern: Optional[str] = None, progress: 
     in_order = all(a.start <= b.start for a, b in zip(collectives, collectives[1:]))
     collectives.sort(key=lambda c: c.start)
     on_gpu = source == "kernel"
+    if on_gpu:
+        collectives = not_before_its_stream(collectives, starts, ends, streams)
     idle_from = _idle_from(collectives, starts, ends) if on_gpu else np.array([c.start for c in collectives])
+    steps = merge_spans(spans["gpu_user_annotation" if on_gpu else "user_annotation"])
     return RankTrace(Path(path), reader.header, reader.damage, source, collectives, idle_from,
-                     merge_spans(spans["gpu_user_annotation" if on_gpu else "user_annotation"]), in_order, count)
+                     with_trailing(steps, collectives, whole=not reader.damage) if on_gpu else steps, in_order, count)
 
 
 def kind_of(table: tuple, name: str) -> Optional[str]:
@@ -160,7 +166,7 @@ def _keep(into: list, start: float, duration: float, kind: str, name: str, event
         return  # a broadcast, send or receive in a kernel with a generic name
     group, size = args.get("Process Group Name", ""), args.get("Group size")
     into.append(Collective(start, duration, PARAM_KINDS.get(said, kind), _nbytes(args), str(group),
-                           size if isinstance(size, int) else None, name))
+                           size if isinstance(size, int) else None, name, _stream(event)))
 
 
 def _nbytes(args: dict) -> Optional[int]:
@@ -177,6 +183,29 @@ def _nbytes(args: dict) -> Optional[int]:
     return None
 
 
+def _stream(event: dict) -> int:
+    value = (event.get("args") or {}).get("stream", event.get("tid", 0))
+    return value if isinstance(value, int) and abs(value) < 1 << 31 else 0
+
+
+def not_before_its_stream(collectives: list, starts: array, ends: array, streams: array) -> list:
+    """A kernel that was launched to start early (programmatic dependent launch) waits for the one before it on its stream: what it
+    spends there is its own rank's work. Such a collective starts when that kernel ends."""
+    begin, end, stream = np.frombuffer(starts), np.frombuffer(ends), np.frombuffer(streams, dtype=np.int32)
+    out = list(collectives)
+    for s in {c.stream for c in collectives}:
+        mine = np.flatnonzero(stream == s)
+        order = mine[np.argsort(begin[mine], kind="stable")]
+        last = np.maximum.accumulate(end[order])
+        at = [i for i, c in enumerate(collectives) if c.stream == s]
+        before = np.searchsorted(begin[order], [collectives[i].start for i in at], side="left") - 1
+        for i, b in zip(at, before):
+            c = collectives[i]
+            if b >= 0 and c.start < last[b] < c.end:
+                out[i] = c._replace(start=float(last[b]), duration=c.end - float(last[b]))
+    return out
+
+
 def _idle_from(collectives: list, starts: array, ends: array) -> np.ndarray:
     """us per collective: end of the last GPU work (any stream) that began before it, or its own start if that still ran."""
     begin, end = np.frombuffer(starts, dtype=np.float64), np.frombuffer(ends, dtype=np.float64)
@@ -185,6 +214,22 @@ def _idle_from(collectives: list, starts: array, ends: array) -> np.ndarray:
     own = np.array([c.start for c in collectives])
     before = np.searchsorted(begin, own, side="left") - 1
     return np.where(before >= 0, np.minimum(last[np.maximum(before, 0)], own), own)
+
+
+def with_trailing(steps: list, collectives: list, whole: bool = True) -> list:
+    """ProfilerSteps with the collectives behind their last kernel (the last step only in a file that is whole).
+
+    A kernel counts for the innermost annotation only, so on the GPU a ProfilerStep ends before a collective that has an annotation of
+    its own (nccl:all_reduce). ProfilerSteps follow one another without a pause: what starts before the next one is in this one.
+    """
+    if not all(s.name.startswith("ProfilerStep#") for s in steps):
+        return steps
+    begins = [c.start for c in collectives]
+    out = []
+    for step, after in zip(steps, [*(s.start for s in steps[1:]), float("inf") if whole else 0.0]):
+        inside = collectives[bisect_left(begins, step.start):bisect_left(begins, after)]
+        out.append(step._replace(end=max([step.end, *(c.end for c in inside)])))
+    return out
 
 
 def merge_spans(spans: list) -> list:

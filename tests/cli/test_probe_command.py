@@ -151,6 +151,20 @@ def test_time_rounds_splits_every_round():
     assert len(plain) == 4
 
 
+def test_captured_cycles_are_calibrated_as_such():
+    """GraphDecoder, whose cycles run eagerly here: means of runs give the round, rounds apart give its shares."""
+    from fastverify.cli import probe_measure as pm
+    from fastverify.eagle3.graph_decode import GraphDecoder
+    target = load_target(PAIR[1])
+    draft = load_draft(PAIR[3], target)
+    settings = [pm.Setting("none", GraphDecoder(target, None, tree="off")), pm.Setting("d", GraphDecoder(target, draft, tree="chain-2"))]
+    rows = pm.measure(settings, (PROMPTS[:2], PROMPTS[2:4]), pm.Plan(12, stop_ids=[], rounds=4))
+    for row in rows:
+        p = row.calibrated
+        assert p.total > 0 and p.verify > 0 and row.equal == 4 and row.predicted(row.stats) > 0
+    assert rows[1].calibrated.draft > 0 and rows[1].stats.drafted > 0
+
+
 def test_searching_the_text_counts_as_drafting():
     from fastverify.tree.ngram import NgramDrafter
 

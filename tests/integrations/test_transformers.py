@@ -96,13 +96,21 @@ def test_greedy_text_on_the_gpu():
     """Captured cycles with an EAGLE-3 draft, eager ones with n-grams; float32, so that both compute the same logits."""
     model, inputs = golden_model().cuda(), {k: v.cuda() for k, v in padded(PROMPTS).items()}
     want = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    for draft, tree in ((GOLDEN / "draft", "tree-8"), (GOLDEN / "draft", "chain-3"), ("ngram", "chain-3")):
-        fast = fv_transformers.speculative(model, draft, tree=tree)
+    for draft, tree, captured in ((GOLDEN / "draft", "tree-8", True), (GOLDEN / "draft", "chain-3", False), ("ngram", "chain-3", False)):
+        fast = fv_transformers.speculative(model, draft, tree=tree, captured=captured)
         got = model.generate(**inputs, max_new_tokens=24, do_sample=False, custom_generate=fast)
         assert torch.equal(got, want), (draft, tree)
     register = fv_transformers.register_attention()
     model.set_attn_implementation(register)
     assert torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False), want)
+
+
+def test_cycles_of_the_captured_loop(model):
+    """On the CPU they run eagerly and give the same text."""
+    fast = fv_transformers.speculative(model, GOLDEN / "draft", tree="chain-3", captured=True)
+    inputs = padded(PROMPTS)
+    kw = dict(max_new_tokens=12, do_sample=False)
+    assert torch.equal(model.generate(**inputs, **kw, custom_generate=fast), model.generate(**inputs, **kw))
 
 
 def test_stop_ids_and_padding(model):

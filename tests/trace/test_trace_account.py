@@ -110,6 +110,15 @@ def test_ranks_that_take_turns(report, tmp_path):
     assert "take turns" in r["advice"][0]
 
 
+def test_a_kernel_that_starts_early_waits_for_its_own_rank(report, tmp_path):
+    """Programmatic dependent launch: every all-reduce starts 30 us before the product in front of it ends."""
+    per_rank = simulate(2, 2, 10, wire=20, late={1: 50})
+    want = report(*write(tmp_path, per_rank))
+    early = [[e | {"ts": e["ts"] - 30, "dur": e["dur"] + 30} if e["name"] == NCCL else e for e in events] for events in per_rank]
+    got = report(*write(tmp_path, early))
+    assert got["account"] == want["account"] == "0.700 ms = 0.200 wire + 0.500 waiting for rank 1 + 0.000 gaps"
+
+
 def test_two_ranks_that_share_the_blame_evenly(report, tmp_path):
     a, b = (simulate(2, 1, 10, late={r: 50}, annotate=False, begin=1e6 + 5e5 * r) for r in (0, 1))
     r = report(*write(tmp_path, [x + y for x, y in zip(a, b)]))

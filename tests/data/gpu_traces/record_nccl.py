@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 LAYERS, STEPS, ROWS, HIDDEN, LATE, SLEEP = 8, 3, 4, 7168, 3, 0.001
 MODES = {"nccl": ("nccl_late", "nccl_host_late", "nccl_graph_late"), "ours": ("ours_late", "ours_graph_late")}
-KEPT = {"nccl_late": 2}  # steps of the excerpt, else 1
+KEPT = {"nccl_late": 2, "nccl_graph_late": 2}  # steps of the excerpt, else 1
 ARGS = ("stream", "correlation", "Collective name", "In msg nelems", "Out msg nelems", "Group size", "dtype", "Process Group Name")
 
 
@@ -114,16 +114,17 @@ def main(number: int, port: int, folder: str, kind: str) -> None:
 
 
 def cut(path: Path, target: Path, steps: int) -> None:
-    """The last `steps` named steps of a trace: GPU events, annotations, collectives; no process names, ids or host events."""
+    """The first `steps` named steps of a trace: GPU events, annotations, collectives; no process names, ids or host events."""
     data = json.loads(gzip.decompress(path.read_bytes()))
     spans = [e for e in data["traceEvents"] if e.get("cat") == "gpu_user_annotation" and e["name"].startswith("ProfilerStep")]
-    names = sorted({e["name"] for e in spans})[-steps:]
-    spans = [e for e in spans if e["name"] in names]  # one per stream
-    low, high = min(e["ts"] for e in spans), max(e["ts"] + e["dur"] for e in spans)
+    names = sorted({e["name"] for e in spans})
+    first = min(e["ts"] for e in spans if e["name"] == names[0])
+    after = min(e["ts"] for e in spans if e["name"] == names[steps])
+    spans = [e for e in spans if e["name"] in names[:steps]]  # one per stream
     events = []
     for e in data["traceEvents"]:
         wanted = e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") or e in spans
-        if wanted and low <= e["ts"] <= high:
+        if wanted and first <= e["ts"] < after:
             args = {k: v for k, v in e.get("args", {}).items() if k in ARGS}
             events.append({k: e[k] for k in ("ph", "cat", "name", "ts", "dur") if k in e} | {"pid": 0, "tid": e["tid"], "args": args})
     info = {k: data["distributedInfo"][k] for k in ("backend", "rank", "world_size")}
