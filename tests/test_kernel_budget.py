@@ -29,7 +29,7 @@ BUDGET = {
     r"tree_attention_sm90_kernel": (208, 0),
     r"mla_tree_attention_kernel": (255, 0),
     r"tree_attention_rows_kernel": (64, 32),
-    r"AttentionTileILi128ELi128E": (255, 16),  # 8 bytes of spills on sm_120
+    r"AttentionTileILi128ELi128E": (255, 32),  # a few spills on sm_120
 }
 DEFAULT = (255, 512)
 
