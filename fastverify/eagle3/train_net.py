@@ -270,6 +270,8 @@ def load_draft(path: "str | Path", device: str = "cpu", dtype: torch.dtype = tor
     tensors = {k: v for k, v in normalise_names(stored)[0].items() if k != "embed_tokens.weight"}
     flat = draft_config.flatten_config(raw)[0]
     t = target.config if target is not None else None
+    if t is None and flat.get("eagle_aux_hidden_state_layer_ids") is None:
+        raise ValueError("train: target must be given for a draft that does not state its aux layers; got none. Fix: pass target=.")
     sizes = (t.hidden_size, t.vocab_size, t.num_hidden_layers) if t else (
         flat.get("target_hidden_size") or flat.get("hidden_size"), flat.get("vocab_size"), 4096)
     c = draft_config.resolve_config(raw, {k: tuple(v.shape) for k, v in tensors.items()}, *sizes, aux_convention)

@@ -167,7 +167,8 @@ def test_loss_after_remap_is_the_unshuffled_drafts(teacher, head, case):
 def test_loss_after_remap_on_smollm2():
     """1000 of the 8192 ids exchanged: the shipped draft starts where it was with its rows moved, and worse than nothing without."""
     path = str(demo_target_path())
-    target, net = load_target(path), load_trainable(str(SHIPPED_DRAFT))
+    target = load_target(path)
+    net = load_trainable(str(SHIPPED_DRAFT), target=target)
     tok = load_tokenizer(path)
     prompts = [np.array(tok.apply_chat_template([{"role": "user", "content": p.text}])) for p in read_prompts(OWN)[::5]]
     replies = Generator(target, [2], rows=len(prompts), seed=0).many(prompts, 40, None, log=lambda text: None)
