@@ -33,7 +33,7 @@ def modules(monkeypatch):
 def grove(trees, law: str, batch: int = 3, nodes: int = 12, vocab: int = 300, count: int = 2):
     rng = torch.Generator().manual_seed(1)
     sets = [(torch.randn(batch * nodes, vocab, generator=rng) * 2).bfloat16() for _ in range(count)]
-    return trees.Grove(_ops.get("verify_tree"), sets, batch, nodes, law, lambda b: None)
+    return trees.Grove(_ops.get("verify_tree"), sets, batch, nodes, law, lambda: None)
 
 
 @pytest.mark.parametrize("law", ["greedy", "temperature", "top-k+top-p"])
@@ -79,7 +79,7 @@ def test_torch_pipeline_has_the_law_of_verify_tree(modules, law):
     """First token of 8,000 equal rows: total variation between the two empirical laws is what two samples of one law have."""
     trees, peers = modules
     n, row = 8000, (torch.randn(1, 60, generator=torch.Generator().manual_seed(2)) * 2).bfloat16()
-    g = trees.Grove(_ops.get("verify_tree"), [row.expand(n * 2, 60).contiguous()], n, 2, law, lambda b: None)
+    g = trees.Grove(_ops.get("verify_tree"), [row.expand(n * 2, 60).contiguous()], n, 2, law, lambda: None)
     (b,) = g.plant(0)
     torch.manual_seed(0)
     plain = peers.TorchPipeline(b, law)
