@@ -7,7 +7,7 @@ from .check_cases import I32, I64, SENTINEL, call, check, cumulative, ints, same
 
 @check("next_inputs")
 def next_inputs(device: str, rng) -> int:
-    """Without a ring: on a GPU it is pinned memory, which the loop's tests look at."""
+    """The ring only on the CPU: for a GPU it is pinned memory, which the loop's tests look at."""
     for batch, width, pairs in ((1, 4, 0), (5, 3, 0), (33, 1, 2)):
         counts = [int(n) for n in ints(1 if not pairs else 1, 5 if not pairs else 2, rng, batch)]
         num = torch.minimum(ints(0, width + 1, rng, batch), torch.tensor(counts, dtype=I32))
@@ -18,6 +18,8 @@ def next_inputs(device: str, rng) -> int:
         if pairs:
             case |= dict(pair_slots=torch.full((sum(counts),), SENTINEL), pair_count=ints(0, pairs + 1, rng, batch),
                          pair_tokens=torch.full((batch * pairs + 1,), SENTINEL, dtype=I32))
+        if device == "cpu":
+            case |= dict(sequence=torch.tensor([7]), ring=torch.full((3, 4 + batch * (5 + width)), SENTINEL, dtype=I32))
         same(call("next_inputs", device, case), call("next_inputs", "reference", case))
     return 3
 
