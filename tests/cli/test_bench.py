@@ -181,6 +181,17 @@ def test_run_writes_rows_of_the_schema(cli, tmp_path):  # noqa: F811
 
 
 @need_source
+def test_the_next_script_starts_early_and_waits_its_turn():
+    """On a GPU the next process imports while one measures. Rows, order and a failing script are those of one after the other."""
+    flags = ["--device", "cpu", "--repeats", "2", "--rows", "2", "--batch", "1", "--vocab", "300", "--top", "3", "--nodes", "8", "--prefix", "64"]
+    wanted = bench_run.chosen(bench_run.scripts(ROOT / "benchmarks", 0), ["draft_topk", "prepare_tree"])
+    broken = bench_run.Script("broken", "tree", ROOT / "benchmarks/tree/no_such_file.py")
+    outcomes = list(bench_run.run([wanted[0], broken, wanted[1]], flags, lambda share, text: None, ahead=True))
+    assert [(o.script.op, o.status, len(o.rows) > 0) for o in outcomes] == [("draft_topk", 0, True), ("broken", 2, False), ("prepare_tree", 0, True)]
+    assert "no_such_file" in outcomes[1].error and all("--wait" not in r["command"] for o in outcomes for r in o.rows)
+
+
+@need_source
 def test_a_step_of_a_tiny_model(cli):  # noqa: F811
     code, out, err = cli("bench", "step", "--model", "tiny", "--device", "cpu", "--prefix", "32", "--nodes", "8", "--repeats", "2", "--json")
     data = json.loads(out)
