@@ -165,6 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--only", metavar="WORD,...", default="")
+    parser.add_argument("--skip", metavar="WORD,...", default="", help="those that do not contain it")
     parser.add_argument("--seconds", type=float, default=180, help="per command")
     args = parser.parse_args()
     failed, seen, count = [], set(), 0
@@ -174,7 +175,7 @@ def main() -> int:
             (rule,) = rules_of(command)
             line = filled(rule, command, where)
             why = rule.why or ("the demo model is not here: fastverify fetch-demo" if rule.model and not where["demo"] else "")
-            if args.only and not any(w in command for w in args.only.split(",")):
+            if (args.only and not any(w in command for w in args.only.split(","))) or any(w in command for w in args.skip.split(",") if w):
                 continue
             if args.list or why:
                 print(f"{'-':>6} {page}: {command}   {'(' + why + ')' if why else line}", flush=True)
