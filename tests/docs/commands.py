@@ -91,6 +91,8 @@ RULES = (
     Rule(r"fastverify bench show results/cpu-2026-01-31\.json .*", "fastverify bench show {result} --markdown {work}/table.md --plot {work}/plots",
          quick=True),
     Rule(r"fastverify bench compare (old\.json new\.json|OLD NEW)", "fastverify bench compare {result} {result}", quick=True),
+    Rule(r"python tests/docs/commands\.py", why="this script"),
+    Rule(r"python -m pytest tests/integrations/test_transformers\.py -k gpu", why="make gpu runs it"),
     Rule(r"python -m pytest benchmarks/host/bench_host\.py", "python -m pytest -q benchmarks/host/bench_host.py --benchmark-disable"),
     Rule(r"python docs/make_reference\.py", "python docs/make_reference.py --check"),
     Rule(r"python benchmarks/readme\.py", "python benchmarks/readme.py --check"),
