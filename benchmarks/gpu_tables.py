@@ -103,7 +103,7 @@ def summary(results: Path) -> str:
         return ""
     header = ["op", "what", "floor us", "ours us", "fastest peer, us", "peer / ours"]
     said = "; ".join(f"{device}, {date}, torch {torch}, `benchmarks/results/{name}`" for device, date, torch, name in sources)
-    return "\n".join([f"`fastverify bench run`, one GPU, CUDA graph replay, cold L2, bfloat16, median: {said}:", "",
+    return "\n".join([f"One GPU, CUDA graph replay, cold L2, bfloat16, median; each row of a file holds its command, `fastverify bench run` is all of them: {said}:", "",
                       "| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(r) + " |" for r in lines), "",
                       "Floor: bytes that must move over the copy bandwidth measured in that run (*: an empty graph node takes longer, and is shown). Peers "
                       "under the same output law, in the same run; all rows, and what the peers do not do: docs/performance.md."])
