@@ -50,6 +50,8 @@ inline CommChoice choose_rms_norm(int64_t rows, int64_t row_vectors, const fv_co
     if (c.local_ranks > 1) {  // all at once: half of the blocks may prefetch; small clusters always find room
         most = prefetch && most > 1 ? most / 2 : most;
         while (most_cluster > 4 || most_cluster > most) most_cluster /= 2;
+        if (most_cluster > 1) most -= most / 8;  // an H200 runs 30 clusters of 4 at a time, not 33
+        if (most_cluster > most) most_cluster = most < 2 ? 1 : 2;
     }
     // the least number of threads, and then of blocks, that hold a row at one vector each
     const int most_threads = most_row_threads(hooks ? kMaxRanks : c.world);
