@@ -60,7 +60,7 @@ class LoopState:
                      torch.zeros(batch * PAIRS + 1, width, dtype=target.dtype, device=device),
                      torch.zeros(batch * PAIRS + 1, dtype=torch.int32, device=device), z())
         return cls(requests, target.make_cache(num_pages, page_size), draft.make_cache(num_pages, page_size) if draft else None,
-                   *pairs, Ring(batch, max_path, device))
+                   *pairs, Ring(batch, max_path, device, slots=16 + batch))  # a record per admitted request, and cycles
 
     def tensors(self) -> list:
         """Everything a cycle changes, the caches aside."""
