@@ -26,7 +26,7 @@ start=$SECONDS
 build=$((SECONDS - start)) start=$SECONDS
 parallel=$("$python" -c "import xdist" 2>/dev/null && echo "-n 4" || true)  # the tests wait for the CPU more than for the GPU
 # shellcheck disable=SC2086
-"$python" -m pytest tests -q -k "cuda or gpu" $parallel ${PYTEST_ARGS:-}
+"$python" -m pytest tests -q -k "cuda or gpu or triton" $parallel ${PYTEST_ARGS:-}
 tests=$((SECONDS - start)) start=$SECONDS
 out=benchmarks/results
 [ -n "$quick" ] && out=build/bench-quick
