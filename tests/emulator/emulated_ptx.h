@@ -111,6 +111,11 @@ inline uint32_t atomic_add_acq_rel(uint32_t* p, uint32_t v) {
 inline void wait_for_previous_launch() {}
 inline void allow_next_launch() {}
 inline void prefetch_l2(const void*) {}
+inline uint4 load_readonly_16(const void* p) {
+    uint4 v;
+    std::memcpy(&v, p, 16);
+    return v;
+}
 inline uint4 load_streaming_16(const void* p) {
     uint4 v;
     std::memcpy(&v, p, 16);
