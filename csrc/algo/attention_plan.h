@@ -5,6 +5,8 @@
 // Work of a request = units of 64 tokens x row tiles x kv heads, laid on one line: request, kv head, row tile, unit.
 // Block i of the grid takes positions [i L, (i + 1) L) of that line, so every block streams the same number of tokens.
 // A sequence (request, kv head, row tile) that crosses the end of a range is split there and merged afterwards.
+// Where blocks form clusters and sequences are about as long as each other, every sequence gets the same number of whole
+// clusters instead, its units dealt evenly, so that most of the merge passes through shared memory.
 #pragma once
 #include <cstdint>
 
@@ -184,21 +186,41 @@ FV_HD int32_t range_length(int32_t total, int32_t blocks, int32_t least) {
 }
 
 // How the line is cut: ranges of `length`; pad > 1: every sequence starts with a range, its units rounded up to `pad`.
+// per > 0: every sequence has `per` blocks, whole clusters, instead.
 struct Cut {
-    int32_t length, pad;
+    int32_t length, pad, per;
 };
+constexpr int kAloneUnits = 3;  // up to as many units per block, one cluster takes a sequence alone
+constexpr int kClusterUnits = 2;  // fewest per block where several do
+
 // `work`: units x row tiles x kv heads of all requests. Sequences that start with a range need no second piece in a block;
 // taken where that makes the ranges at most an eighth longer.
-FV_HD Cut cut_line(int32_t work, int32_t sequences, int32_t longest, int32_t blocks, int32_t least) {
+FV_HD Cut cut_line(int32_t work, int32_t sequences, int32_t longest, int32_t blocks, int32_t least, int32_t cluster = 1) {
     const int32_t length = range_length(work, blocks, least);
+    if (cluster > 1 && sequences > 0 && sequences <= blocks / cluster) {
+        const int32_t most = static_cast<int32_t>(static_cast<uint32_t>(blocks) / static_cast<uint32_t>(sequences * cluster));
+        const int32_t want = longest <= kAloneUnits * cluster ? 1 : (longest + kClusterUnits * cluster - 1) / (kClusterUnits * cluster);
+        const int32_t per = cluster * (want < most ? want : most);
+        if (want == 1 || (longest + per - 1) / per <= length + length / 8 + 1) return {1, 1, per};
+    }
     if (sequences > 0 && sequences <= blocks) {
         const int32_t aligned = range_length(longest, static_cast<int32_t>(static_cast<uint32_t>(blocks) / static_cast<uint32_t>(sequences)), least);
-        if (aligned <= length + length / 8 + 1) return {aligned, aligned};
+        if (aligned <= length + length / 8 + 1) return {aligned, aligned, 0};
     }
-    return {length, 1};
+    return {length, 1, 0};
 }
 FV_HD int32_t padded_units(int32_t units, int32_t pad) {
     return pad == 1 ? units : static_cast<int32_t>((static_cast<uint32_t>(units) + pad - 1) / static_cast<uint32_t>(pad)) * pad;
+}
+
+// The units that block `i` of the `per` of a sequence takes: the first ones have one more.
+struct UnitRange {
+    int32_t begin, end;
+};
+FV_HD UnitRange dealt_units(int32_t units, int32_t per, int32_t i) {
+    const int32_t each = static_cast<int32_t>(static_cast<uint32_t>(units) / static_cast<uint32_t>(per)), more = units - each * per;
+    const int32_t begin = i * each + (i < more ? i : more);
+    return {begin, begin + each + (i < more ? 1 : 0)};
 }
 
 // The pieces of the sequence [start, end) of the line: block `first` .. first + count - 1 hold one each.
@@ -223,6 +245,7 @@ struct AttentionLaunch {
     int stages;           // tiles of the cp.async ring
     int blocks;           // persistent
     int least_units;      // of kUnitTokens per block
+    int cluster;          // blocks that merge through shared memory; 1: none
     int64_t smem;         // dynamic shared memory, bytes
 };
 
@@ -230,6 +253,11 @@ constexpr int kBlockWords = 384;       // bytes of every block for its place in 
 constexpr int kSystemSmem = 1024;      // what the system keeps of every block's shared memory
 
 constexpr int kMaxStages = 6;
+
+// Blocks of a cluster, given the sequences of a launch: as many as each can have, up to 8.
+FV_HD constexpr int cluster_blocks(int64_t sequences, int blocks) {
+    return sequences * 8 <= blocks ? 8 : sequences * 4 <= blocks ? 4 : sequences * 2 <= blocks ? 2 : 1;
+}
 
 // Prefix sums of the requests' work, one int each and the total.
 FV_HD constexpr int64_t prefix_bytes(int64_t batch) {
@@ -268,11 +296,12 @@ FV_HD constexpr int64_t wgmma_smem(int64_t batch, int tile_rows, int head_dim, i
 constexpr int kWgmmaFromRows = 33;     // packed rows of a request from which its products pay
 
 // head_dim 64, 128 or 256; kv_bytes per element of the cache: 1 or 2. rows / batch is taken as nodes of a request. sm90: the
-// device and the cache can take the sm_90a kernel.
-FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t /*kv_heads*/, int64_t group, int64_t head_dim, int kv_bytes,
-                                       int sms, int64_t max_smem, bool sm90 = false) {
+// device and the cache can take the sm_90a kernel; clusters: the device has them.
+FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_heads, int64_t group, int64_t head_dim, int kv_bytes,
+                                       int sms, int64_t max_smem, bool sm90 = false, bool clusters = false) {
     AttentionLaunch a{};
     const int64_t nodes = batch > 0 ? (rows + batch - 1) / batch : 0;
+    const auto cluster = [&] { return clusters ? cluster_blocks(batch * kv_heads * row_tiles(nodes, group, a.tile_rows), a.blocks) : 1; };
     a.least_units = 1;
     if (sm90 && head_dim == 128 && nodes * group >= kWgmmaFromRows) {
         const int tile = nodes * group > 64 ? 128 : 64;
@@ -284,6 +313,7 @@ FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t /*kv
         a.stages = 2;
         while (a.stages < kMaxStages && wgmma_smem(batch, tile, 128, kv_bytes, a.stages + 1) <= room) ++a.stages;
         a.blocks = sms * blocks < kMaxBlocks ? sms * blocks : kMaxBlocks;
+        a.cluster = cluster();
         a.smem = wgmma_smem(batch, tile, 128, kv_bytes, a.stages);
         return a;
     }
@@ -300,6 +330,7 @@ FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t /*kv
     a.stages = least_stages(head_dim, tile, stage);
     while (a.stages < kMaxStages && need(tile, a.stages + 1) <= share(blocks)) ++a.stages;
     a.blocks = sms * blocks < kMaxBlocks ? sms * blocks : kMaxBlocks;
+    a.cluster = cluster();
     a.smem = need(tile, a.stages);
     return a;
 }

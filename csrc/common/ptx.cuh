@@ -164,6 +164,19 @@ __device__ __forceinline__ void cluster_barrier() {
     __syncthreads();
 #endif
 }
+// The same in two halves, for work in between that does not depend on the others.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
 // This block's rank in its cluster.
 __device__ __forceinline__ uint32_t cluster_rank() {
 #if __CUDA_ARCH__ >= 900
