@@ -274,6 +274,9 @@ FV_HD constexpr int tile_tokens(int64_t head_dim) { return head_dim > 128 ? 32 :
 // Rows per warp; the 4 warps form tile_rows / warp_rows row groups, and those of one group share a tile's tokens.
 FV_HD constexpr int warp_rows(int64_t head_dim, int64_t tile_rows) { return head_dim > 128 || tile_rows == 16 ? 16 : 32; }
 
+// The largest tile that is compiled; bf16 has more than the other kinds of cache.
+FV_HD constexpr int most_tile_rows(int64_t head_dim, bool bf16) { return head_dim > 128 ? (bf16 ? 64 : 32) : head_dim > 64 || bf16 ? 128 : 64; }
+
 constexpr int kMaxBlocks = 1020;       // a counter each (kCounterBytes)
 
 // Blocks of 128 threads per multiprocessor that a kernel's registers allow: narrow tiles of fp8 are bound by latency.
@@ -302,9 +305,9 @@ FV_HD constexpr int64_t wgmma_smem(int64_t batch, int tile_rows, int head_dim, i
 constexpr int kWgmmaFromRows = 33;     // packed rows of a request from which its products pay
 
 // head_dim 64, 128 or 256; kv_bytes per element of the cache: 1 or 2. rows / batch is taken as nodes of a request. sm90: the
-// device and the cache can take the sm_90a kernel; clusters: the device has them.
+// device and the cache can take the sm_90a kernel; clusters: the device has them; most_rows: most_tile_rows.
 FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_heads, int64_t group, int64_t head_dim, int kv_bytes,
-                                       int sms, int64_t max_smem, bool sm90 = false, bool clusters = false) {
+                                       int sms, int64_t max_smem, bool sm90 = false, bool clusters = false, int most_rows = 128) {
     AttentionLaunch a{};
     const int64_t nodes = batch > 0 ? (rows + batch - 1) / batch : 0;
     const auto cluster = [&] { return clusters ? cluster_blocks(batch * kv_heads * row_tiles(nodes, group, a.tile_rows), a.blocks) : 1; };
@@ -329,7 +332,11 @@ FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_h
     const auto need = [&](int tile, int stages) { return prefix_bytes(batch) + kBlockWords + tile * 8 + tile * head_dim * 2 + stages * stage; };
     const auto fits = [&](int tile, int64_t room) { return need(tile, least_stages(head_dim, tile, stage)) <= room; };
     int tile = head_dim > 128 ? 32 : 16;
-    while (tile < (head_dim > 128 ? 64 : 128) && tile < nodes * group && fits(2 * tile, share(1))) tile *= 2;
+    while (tile < most_rows && (head_dim <= 128 || tile < 64) && tile < nodes * group) {
+        const int next = head_dim <= 64 && tile == 16 ? 64 : 2 * tile;
+        if (!fits(next, share(1))) break;
+        tile = next;
+    }
     int blocks = most_blocks(head_dim, tile, kv_bytes);
     while (blocks > 1 && !fits(tile, share(blocks))) --blocks;
     a.tile_rows = tile;

@@ -59,7 +59,7 @@ FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int sms, 
         return m;
     }
     const int tile = nodes * heads > 32 && mla_smem(64, 16, 3) <= room ? 64 : 32;
-    const int tokens = mla_smem(tile, 32, 3) <= room ? 32 : 16;
+    const int tokens = tile == 64 && mla_smem(tile, 32, 3) <= room ? 32 : 16;
     int stages = 2;
     while (stages < kMaxStages && mla_smem(tile, tokens, stages + 1) <= room) ++stages;
     m.tile_tokens = tokens;

@@ -264,7 +264,7 @@ __device__ __forceinline__ void merge_cluster(const AttentionParams& p, const Pi
             if (quad == 0) __stcg(reinterpret_cast<float2*>(own + share * kDims) + item / kQuads, float2{m.top, m.sum});
         }
     }
-    cluster_arrive();
+    cluster_arrive_relaxed();  // what was read has been used
     if (clusters > 1) {
         uint32_t* counter = p.counters + piece.start + rank;
         __syncthreads();

@@ -74,7 +74,7 @@ struct AttendWgmma : Attend<T> {
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
             const int token = first + kAtOnce * i, row = warp * T::kLoadTokens + token;
-            const int at = Kv::kBytes == 2 ? block_offset<T::kTokens>(row, chunk) : row * T::kKvRow + chunk * 16;
+            const int at = Kv::kBytes == 2 ? block_offset<T::kTokens>(row, chunk) : row * T::kKvRow + ((chunk ^ (row & 1) << 2) << 4);
 #pragma unroll
             for (int v = 0; v < 2; ++v) {
                 const uint64_t from = __shfl_sync(kFullWarp, mine, token + 16 * v);
@@ -85,16 +85,16 @@ struct AttendWgmma : Attend<T> {
 
     // K or V of an fp8 tile -> f16 in `wide`.
     __device__ __forceinline__ void widen(const unsigned char* tile) {
-        constexpr int kChunks = T::kKvRow / 16;
-#pragma unroll 4
-        for (int i = threadIdx.x; i < T::kTokens * kChunks; i += T::kThreads) {
-            const int token = i / kChunks, chunk = i % kChunks;
-            const uint4 x = *reinterpret_cast<const uint4*>(tile + i * 16);
-            const uint4 low{e4m3x2_to_f16x2(x.x), e4m3x2_to_f16x2(x.x >> 16), e4m3x2_to_f16x2(x.y), e4m3x2_to_f16x2(x.y >> 16)};
-            const uint4 high{e4m3x2_to_f16x2(x.z), e4m3x2_to_f16x2(x.z >> 16), e4m3x2_to_f16x2(x.w), e4m3x2_to_f16x2(x.w >> 16)};
-            const int swap = chunk >> 2 & 1;  // neighbours write different banks
-            *reinterpret_cast<uint4*>(wide + block_offset<T::kTokens>(token, 2 * chunk + swap)) = swap ? high : low;
-            *reinterpret_cast<uint4*>(wide + block_offset<T::kTokens>(token, 2 * chunk + 1 - swap)) = swap ? low : high;
+        // eight lanes take 64 dims of two tokens, so that they touch different banks on both sides
+        const int chunk = threadIdx.x & 3, token = static_cast<int>(threadIdx.x >> 2);
+        const int from = token * T::kKvRow + ((chunk ^ (token & 1) << 2) << 4), to = block_offset<T::kTokens>(token, 2 * chunk);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int block = i >> 1, more = (i & 1) * (T::kTokens / 2);  // 64 dims, tokens
+            const uint4 x = *reinterpret_cast<const uint4*>(tile + (from ^ block << 6) + more * T::kKvRow);
+            unsigned char* at = wide + block * T::kTokens * 128 + more * 128;
+            *reinterpret_cast<uint4*>(at + to) = uint4{e4m3x2_to_f16x2(x.x), e4m3x2_to_f16x2(x.x >> 16), e4m3x2_to_f16x2(x.y), e4m3x2_to_f16x2(x.y >> 16)};
+            *reinterpret_cast<uint4*>(at + (to ^ 16)) = uint4{e4m3x2_to_f16x2(x.z), e4m3x2_to_f16x2(x.z >> 16), e4m3x2_to_f16x2(x.w), e4m3x2_to_f16x2(x.w >> 16)};
         }
     }
 
