@@ -254,6 +254,11 @@ constexpr int kSystemSmem = 1024;      // what the system keeps of every block's
 
 constexpr int kMaxStages = 6;
 
+// Whether blocks form clusters: only where the page tables hold so few positions that the merge is most of a launch. Of longer
+// sequences a grid of clusters reads more slowly: a GPU takes fewer blocks in clusters than alone.
+constexpr int64_t kClusterPositions = 2048;
+FV_HD constexpr bool clusters_pay(int64_t batch, int64_t capacity, int major) { return major >= 9 && batch * capacity <= kClusterPositions; }
+
 // Blocks of a cluster, given the sequences of a launch: up to 8, fewer where that leaves clearly fewer blocks idle.
 FV_HD constexpr int cluster_blocks(int64_t sequences, int blocks) {
     int best = 1;
@@ -305,7 +310,7 @@ FV_HD constexpr int64_t wgmma_smem(int64_t batch, int tile_rows, int head_dim, i
 constexpr int kWgmmaFromRows = 33;     // packed rows of a request from which its products pay
 
 // head_dim 64, 128 or 256; kv_bytes per element of the cache: 1 or 2. rows / batch is taken as nodes of a request. sm90: the
-// device and the cache can take the sm_90a kernel; clusters: the device has them; most_rows: most_tile_rows.
+// device and the cache can take the sm_90a kernel; clusters: clusters_pay; most_rows: most_tile_rows.
 FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_heads, int64_t group, int64_t head_dim, int kv_bytes,
                                        int sms, int64_t max_smem, bool sm90 = false, bool clusters = false, int most_rows = 128) {
     AttentionLaunch a{};

@@ -39,7 +39,7 @@ FV_HD constexpr int64_t mla_wgmma_smem() {
 }
 
 // rows / batch is taken as nodes of a request. sm90: the device and the cache can take the sm_90a kernel;
-// clusters: the device has them.
+// clusters: clusters_pay.
 FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int sms, int64_t max_smem, bool sm90 = false,
                            bool clusters = false) {
     MlaLaunch m{};

@@ -52,13 +52,6 @@ inline AttentionParams attention_params(const Tensor& q, const OptTensor& mask, 
     return p;
 }
 
-// The merge through shared memory has run on the emulator alone; true once tests/attention has passed with it on a GPU.
-#ifdef FV_EMULATE
-constexpr bool kUseClusters = true;
-#else
-constexpr bool kUseClusters = false;
-#endif
-
 inline void run_tiles(const Launch& launch, AttentionParams& p, const AttentionLaunch& choice, AttentionKernel kernel, const OptTensor& workspace) {
     p.blocks = choice.blocks;
     p.stages = choice.stages;
@@ -72,7 +65,7 @@ inline void run_tiles(const Launch& launch, AttentionParams& p, const AttentionL
         p.partials = reinterpret_cast<float*>(static_cast<unsigned char*>(workspace->mutable_data_ptr()) + kCounterBytes);
     }
     if (p.partials && p.batch <= kMaxSplitBatch) {  // blocks that share a sequence wait for each other's partial results
-        p.cluster = kUseClusters ? choice.cluster : 1;
+        p.cluster = choice.cluster;
         p.blocks = launch.resident_blocks(kernel, p.cluster, p.blocks, dim3(choice.threads), choice.smem);
         launch.run_resident_cluster(kernel, p.cluster, dim3(p.blocks), dim3(choice.threads), choice.smem, p);
     } else {

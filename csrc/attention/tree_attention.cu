@@ -80,7 +80,8 @@ void tree_attention_cuda(const Tensor q, const Tensor k_cache, const Tensor v_ca
     const bool sm90 = launch.props.major == 9 && (p.kv_type == p.q_type || p.kv_type == Element::kE4m3) &&
                       attention_kernel_sm90(p.head_dim, 64, p.kv_type) != nullptr;
     const AttentionLaunch choice = attention_launch(n.rows, n.requests, n.kv_heads, p.group, n.head_dim, static_cast<int>(kv_bytes),
-                                                    launch.props.sms, launch.props.max_smem, sm90 && p.q_type != Element::kF32, launch.props.major >= 9,
+                                                    launch.props.sms, launch.props.max_smem, sm90 && p.q_type != Element::kF32,
+                                                    clusters_pay(n.requests, p.capacity, launch.props.major),
                                                     most_tile_rows(n.head_dim, p.kv_type == Element::kBf16));
     const AttentionKernel kernel = choice.wgmma ? attention_kernel_sm90(p.head_dim, choice.tile_rows, p.kv_type) : tile_kernel(p, choice.tile_rows);
     if (kernel && !exact && tiles_can_read(p)) {

@@ -91,12 +91,19 @@ static void cut() {
     }
 }
 
+// clusters batch capacity major -> whether blocks form clusters
+static void clusters() {
+    long long batch, capacity, major;
+    while (std::scanf("%lld %lld %lld", &batch, &capacity, &major) == 3) std::printf("%d\n", clusters_pay(batch, capacity, static_cast<int>(major)));
+}
+
 int main(int argc, char** argv) {
     if (argc < 2) return 2;
     if (!std::strcmp(argv[1], "launch")) launch();
     else if (!std::strcmp(argv[1], "visible")) visible();
     else if (!std::strcmp(argv[1], "pieces")) pieces();
     else if (!std::strcmp(argv[1], "cut")) cut();
+    else if (!std::strcmp(argv[1], "clusters")) clusters();
     else return 2;
     return 0;
 }

@@ -83,6 +83,11 @@ def test_sequences_of_equal_length_get_whole_clusters(driver):
     assert [line.split()[:2] for line in driver("cut", known)] == [["8", "8"], ["8", "32"], ["4", "4"], ["1", "0"], ["6", "6"], ["8", "32"]]
 
 
+def test_only_short_page_tables_get_clusters(driver):
+    cases = {(1, 1088, 9): 1, (1, 2048, 12): 1, (1, 2049, 9): 0, (2, 1024, 10): 1, (32, 2064, 9): 0, (1, 1088, 8): 0, (1 << 20, 1 << 31, 9): 0}
+    assert driver("clusters", [" ".join(map(str, c)) for c in cases]) == [str(v) for v in cases.values()]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_launches_fit_the_device(driver, device):
     sms, kib = DEVICES[device]
