@@ -289,7 +289,8 @@ class Bench:
         return with_axes(self.args, shapes, names)
 
     def wanted(self, provider: str) -> bool:
-        return not self.args.only or provider in self.args.only.split(",")
+        """Whether --only names the provider, or what stands before its first comma or bracket ("cuda, sm_120 configuration")."""
+        return not self.args.only or bool({provider, re.split(r",| \(", provider)[0]} & set(self.args.only.split(",")))
 
     def triton(self) -> Optional[Callable]:
         """The op's Triton version, with the schema's positional arguments; None without a GPU or without triton."""
