@@ -1,5 +1,6 @@
 """The decode loop on W ranks: the same tokens everywhere, first differences from one rank, ms per cycle and its communication."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -7,7 +8,7 @@ from overlap import SUM_WORDS, length, union
 from ranks import Rank
 
 import fastverify
-from fastverify import Communicator, Decoder, SamplingParams, load_draft, load_target
+from fastverify import Communicator, GraphLoop, SamplingParams, load_draft, load_target
 from fastverify.cli.difference import first_difference
 from fastverify.cli.prompts import OWN, read_prompts
 from fastverify.eagle3.shapes import parse_shape
@@ -92,7 +93,6 @@ def random_model(c: ModelConfig, device: torch.device, seed: int) -> LlamaModel:
 
 def random_shard(c: ModelConfig, me: Rank, comm) -> LlamaModel:
     """This rank's part alone, so that no GPU ever holds the whole."""
-    from dataclasses import replace
     w, same = random_weights(me.device, 100 + me.rank), random_weights(me.device, 7)
     (q0, q1), (k0, k1) = heads_of(c.num_heads, c.num_kv_heads, me.world, me.rank)
     a, b = split_evenly(c.intermediate_size, me.world, me.rank)
@@ -105,15 +105,24 @@ def random_shard(c: ModelConfig, me: Rank, comm) -> LlamaModel:
     return part
 
 
+def captured_texts(target, draft, tree: str, prompts: list, new: int, params: SamplingParams) -> list:
+    """Tokens of every prompt; each cycle is one captured graph on every rank."""
+    loop = GraphLoop(target, draft, shapes=(parse_shape(tree),), max_batch=len(prompts), max_length=1024, stop_ids=[])
+    jobs = [loop.submit(p, new, replace(params, seed=params.seed + i)) for i, p in enumerate(prompts)]
+    for _ in loop.run():
+        pass
+    return [list(job.tokens) for job in jobs]
+
+
 def compare_texts(me: Rank, shape: dict, whole, target, draft, prompts: list, new: int, runs: tuple = RUNS) -> None:
     """Bit-equal on all ranks; rank 0 alone decodes with the whole model, and first differences are listed with margins."""
     for tree, params in runs:
         p = SamplingParams(**params)
-        got = Decoder(target, draft, tree=tree).generate(prompts, new, p, stop_ids=[]).tokens
+        got = captured_texts(target, draft, tree, prompts, new, p)
         everyone = me.gathered(got)
         equal, lines = all(t == everyone[0] for t in everyone), []
         if me.rank == 0:
-            alone = Decoder(whole, draft, tree=tree).generate(prompts, new, p, stop_ids=[]).tokens
+            alone = captured_texts(whole, draft, tree, prompts, new, p)
             found = [first_difference(whole, prompt, a, b, p, p.seed + i) for i, (prompt, a, b) in enumerate(zip(prompts, alone, got))]
             lines = [f"request {i}: token {d.index}, {d.plain} became {d.spec}" + ("" if d.margin is None else f", margin {d.margin:.3g}")
                      for i, d in enumerate(found) if d is not None]
@@ -140,7 +149,7 @@ def cycles(me: Rank, args, shape: dict, target, draft, prompts: list, trees: tup
 
 def captured_cycle(me: Rank, target, draft, shape) -> tuple:
     """Times of one captured cycle of a greedy request behind some hundred tokens."""
-    from fastverify.eagle3.graph_loop import GraphLoop, _Scratch
+    from fastverify.eagle3.graph_loop import _Scratch
     target.filters = False  # greedy requests
     loop, key = GraphLoop(target, draft, shapes=(shape,), max_batch=1, max_length=1024, stop_ids=[]), (1, shape, False)
     loop._prepare(key)
