@@ -4,7 +4,7 @@
     python benchmarks/comm/multi_gpu.py --quick --out DIR   # measurements only, about 100 s at two GPUs
 
 Rows of a world size go to DIR/<device>-x<W>-<date>.json. Sections: sums (all_reduce and all_reduce_rms_norm: peer, host mailbox, our
-NCCL communicator, torch's NCCL, torch symmetric memory), linears (linear_all_reduce), verifies (vocab-parallel verify_tree), loop (the
+NCCL communicator, torch's NCCL, torch symmetric memory, peers.py), linears (linear_all_reduce), verifies (vocab-parallel verify_tree), loop (the
 decode loop), without-p2p (NCCL with NCCL_P2P_DISABLE=1), one-card (linear_all_reduce of two ranks on one GPU under MPS: the mailbox over
 one real link). A sample is one replay of a graph of 100 chained calls
 (20 or 10 where noted by the section) divided by them; a row is the minimum over ranks of the medians. NVLink multicast stays off.
@@ -136,6 +136,7 @@ def main() -> int:
     parser.add_argument("--sections", type=lambda s: s.split(","), default=list(SECTIONS),
                         help="in this order; linears:host, loop:cycles-70b+compare-70b and the like take parts of a section")
     parser.add_argument("--loop-backend", choices=("auto", "peer", "host", "nccl"), default="auto", help="communicator of the loop section")
+    parser.add_argument("--peers-lib", help="benchmarks/comm/peers.cu built elsewhere; default: built here where FlashInfer is installed")
     parser.add_argument("--seconds", type=float, default=420, help="no section starts later than this")
     parser.add_argument("--quick", action="store_true", help="fewer replays")
     args = parser.parse_args()

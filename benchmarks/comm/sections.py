@@ -1,12 +1,12 @@
 """What multi_gpu.py measures: functions of a Rank (ranks.py)."""
 
-import importlib.util
 import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from overlap import trace
+from peers import Peers
 from ranks import Rank, fold
 
 from fastverify import Communicator, all_reduce, all_reduce_columns, all_reduce_rms_norm, linear_all_reduce
@@ -31,6 +31,7 @@ def communicators(me: Rank, max_bytes: int, wanted: tuple = WAYS) -> dict:
 def sums(me: Rank, args, comms: dict) -> None:
     nccl = dist.new_group(backend="nccl")
     symmetric = SymmetricMemory(me, nccl, max(args.rows) * args.hidden)
+    peers = Peers(me, max(args.rows), args.hidden, args.peers_lib)
     for rows in args.rows:
         shape = dict(W=me.world, rows=rows, H=args.hidden)
         g = torch.Generator().manual_seed(1000 * rows)
@@ -58,9 +59,7 @@ def sums(me: Rank, args, comms: dict) -> None:
                        lambda: all_reduce_rms_norm(x, res, weight, comm, EPS, out=out), finite)
         nccl_rows(me, "NCCL", nccl, x, res, weight, shape, close)
         symmetric.rows(me, x, res, weight, shape, close)
-    for name in ("flashinfer", "sgl_kernel"):
-        if importlib.util.find_spec(name) is None:
-            me.absent(name, "all_reduce", dict(W=me.world), BF16, "not installed")
+        peers.rows(me, x, residual, weight, shape, close)
 
 
 def nccl_rows(me: Rank, label: str, group, x, res, weight, shape: dict, close) -> None:
