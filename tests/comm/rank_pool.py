@@ -70,7 +70,7 @@ class RankPool:
 def _serve(rank: int, world: int, port: int, pipe) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS))
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", rank if torch.cuda.device_count() >= world else 0)  # else all on one card: under MPS
     torch.cuda.set_device(device)
     kept = dict(os.environ)
     while True:

@@ -89,7 +89,7 @@ def test_options_pass():
 def _join(rank: int, world: int, port: int, body, args: tuple) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", rank if torch.cuda.device_count() >= world else 0)
     torch.cuda.set_device(device)
     body(rank, world, device, *args)
     dist.barrier()
