@@ -121,7 +121,7 @@ void run(const Launch& launch, const fv_comm& c, const Tensor& x, const Tensor& 
     const CommForm form = comm_form(c, rows * hidden * size);
     const CommArgs args = comm_kernel_args(c, form);
     const int64_t ranges = prefetch ? prefetch->size(0) : 0;
-    const CommChoice choice = choose_rms_norm(rows, row_vectors, c, launch.props, form, ranges > 0);
+    const CommChoice choice = choose_rms_norm(rows, row_vectors, c, launch.props.major, launch.props.sms, form, ranges > 0);
     const int64_t memory = RowMemory::bytes(row_vectors, choice);
     FV_CHECK(memory <= launch.props.max_smem, launch.op, ": x must have rows of at most ", (launch.props.max_smem - 9216) / size,
              " elements; got ", hidden, ". Fix: all_reduce, then the norm.");

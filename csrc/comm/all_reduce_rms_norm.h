@@ -4,6 +4,7 @@
 #include "comm/comm_choice.h"
 #include "comm/protocol.cuh"
 #include "comm/row_norm.cuh"
+#include "common/launch.h"
 
 namespace fv {
 

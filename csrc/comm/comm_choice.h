@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "comm/fv_comm.h"
-#include "common/launch.h"
 
 namespace fv {
 
@@ -52,15 +51,16 @@ constexpr int most_register_threads(int ranks) { return ranks > 2 ? 512 : 1024; 
 constexpr int most_row_cluster(int major) { return major == 9 || major == 10 ? 8 : 1; }
 
 // A row is a cluster's or a block's. Bits do not depend on the choice.
-inline CommChoice choose_rms_norm(int64_t rows, int64_t row_vectors, const fv_comm& c, const DeviceProps& props, CommForm form,
-                                  bool prefetch) {
+inline CommChoice choose_rms_norm(int64_t rows, int64_t row_vectors, const fv_comm& c, int major, int sms, CommForm form, bool prefetch) {
     const bool hooks = c.ranks[0].hooks != nullptr;
-    int64_t most = most_comm_blocks(c, props.sms), most_cluster = most_row_cluster(props.major);
-    if (c.forced & kForcedRowCluster) most_cluster = c.forced & kForcedRowCluster;
+    int64_t most = most_comm_blocks(c, sms), most_cluster = most_row_cluster(major);
+    if (c.forced & kForcedRowCluster && major >= 9) most_cluster = c.forced & kForcedRowCluster;
     if (c.local_ranks == 1 && form == kOneShot && most <= kEpochWords / 2) most *= 2;  // each waits for the same block of its peers only
     if (c.local_ranks > 1) {  // all at once: half of the blocks may prefetch; small clusters always find room
         most = prefetch && most > 1 ? most / 2 : most;
         while (most_cluster > 4 || most_cluster > most) most_cluster /= 2;
+        if (most_cluster > 1) most -= most / 8;  // an H200 runs 30 clusters of 4 at a time, not 33
+        if (most_cluster > most) most_cluster = most < 2 ? 1 : 2;
     }
     // the least number of threads, and then of blocks, that hold a row at one vector each
     const int most_threads = most_row_threads(hooks ? kMaxRanks : c.world);
