@@ -14,12 +14,22 @@ namespace {
 
 constexpr int kAtOnce = 4;  // loads of a thread on their way
 
-// Waits until this rank's piece is there: ready[piece] is then the number of this call.
-template <bool kHooks>
-__device__ __forceinline__ void wait_at_home(Exchange<kHooks>& exchange, const uint32_t* ready, uint32_t piece) {
-    if (ready == nullptr) return;
-    typename Exchange<kHooks>::Patience patience;
-    while (!exchange.failed && ld_acquire(ready + piece) != exchange.epoch) exchange.wait_on(patience, 1u << exchange.rank, 3);
+constexpr uint32_t kWarp = 0xffffffffu;
+constexpr uint32_t kPollsBeforeNap = 8;
+
+// One lane of a warp asks until there() is true, the others wait for it: while a product takes its time, thousands of threads that ask
+// for themselves would fill the link (over a mailbox that cost milliseconds, docs/performance.md).
+template <bool kHooks, class There>
+__device__ __forceinline__ void wait_as_one(Exchange<kHooks>& exchange, int asks, uint32_t pending, int stage, There there) {
+    if (static_cast<int>(threadIdx.x % 32) == asks) {
+        typename Exchange<kHooks>::Patience patience;
+        while (!exchange.failed && !there()) {
+            if (patience.spins > kPollsBeforeNap) __nanosleep(200);
+            exchange.wait_on(patience, pending, stage);
+        }
+    }
+    exchange.failed = __any_sync(kWarp, exchange.failed);
+    __syncwarp();
 }
 
 template <class T>
@@ -49,12 +59,13 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
     const uint32_t piece_vectors = rows * row_vectors, vectors = pieces * piece_vectors;
     const uint32_t half = blockDim.x / 2, step = gridDim.x * half;
     const bool sends = threadIdx.x < half;
-    const uint32_t first = blockIdx.x * half + (sends ? threadIdx.x : threadIdx.x - half);
+    const uint32_t lane = threadIdx.x % 32, first = blockIdx.x * half + (sends ? threadIdx.x : threadIdx.x - half);
     const uint4* from = reinterpret_cast<const uint4*>(x) + local * static_cast<int64_t>(vectors);
     uint4* to = reinterpret_cast<uint4*>(out) + local * static_cast<int64_t>(vectors);
     Exchange<kHooks> exchange(args, local, gridDim.x);
     exchange.begin();
     exchange.wipe_old_tags();
+    exchange.failed = __any_sync(kWarp, exchange.failed);  // the same in a warp from here on
     const int world = args.world, rank = exchange.rank;
     const uint32_t others = ((1u << world) - 1) & ~(1u << rank);
 
@@ -79,7 +90,9 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
 
 #pragma unroll 1
     for (uint32_t piece = 0, begin = 0; piece < pieces; ++piece, begin += piece_vectors) {
-        wait_at_home(exchange, ready, piece);
+        if (ready != nullptr) {  // is then the number of this call
+            wait_as_one(exchange, 0, 1u << rank, 3, [&] { return ld_acquire(ready + piece) == exchange.epoch; });
+        }
         if (sends) {
 #pragma unroll 1
             for (uint32_t i = first; i < piece_vectors && !exchange.failed; i += kAtOnce * step) {
@@ -100,18 +113,17 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
         } else if constexpr (kRanks == 2) {  // one peer: several vectors on their way
             uint8_t* slot = exchange.vector_at(rank, exchange.inbox + (1 - rank) * args.stride + begin);
 #pragma unroll 1
-            for (uint32_t i = first; i < piece_vectors; i += kAtOnce * step) {
+            for (uint32_t i = first; i - lane < piece_vectors; i += kAtOnce * step) {  // whole warps
                 uint4 own[kAtOnce], other[kAtOnce];
-                uint32_t pending = 0;
+                uint32_t wanted = 0;
 #pragma unroll
                 for (int u = 0; u < kAtOnce; ++u) {
                     if (i + u * step >= piece_vectors) continue;
                     own[u] = escape(from[begin + i + u * step], Wire<T>::kNan);
-                    pending |= 1u << u;
+                    wanted |= 1u << u;
                 }
-                const uint32_t wanted = pending;
-                typename Exchange<kHooks>::Patience patience;
-                while (pending != 0 && !exchange.failed) {
+                uint32_t pending = wanted;
+                while (true) {
 #pragma unroll
                     for (int u = 0; u < kAtOnce; ++u) {
                         if (pending >> u & 1) other[u] = ld_relaxed_sys_16(slot + uint64_t{i + u * step} * 16);
@@ -120,7 +132,11 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
                     for (int u = 0; u < kAtOnce; ++u) {
                         if ((pending >> u & 1) && has_arrived(other[u])) pending &= ~(1u << u);
                     }
-                    if (pending != 0) exchange.wait_on(patience, others, 0);
+                    const uint32_t late = __ballot_sync(kWarp, pending != 0);
+                    if (late == 0 || exchange.failed) break;
+                    const uint64_t last = i + static_cast<uint32_t>(31 - __clz(static_cast<int>(pending | 1))) * step;  // sent last
+                    wait_as_one(exchange, 31 - __clz(static_cast<int>(late)), others, 0,
+                                [&] { return has_arrived(ld_relaxed_sys_16(slot + last * 16)); });
                 }
 #pragma unroll
                 for (int u = 0; u < kAtOnce; ++u) {
@@ -132,6 +148,12 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
                 }
             }
         } else {
+            if (first - lane < piece_vectors) {
+                for (int r = 0; r < world; ++r) {
+                    const uint8_t* slot = exchange.vector_at(rank, exchange.inbox + r * args.stride + begin + first - lane);
+                    if (r != rank) wait_as_one(exchange, 0, 1u << r, 0, [&] { return has_arrived(ld_relaxed_sys_16(slot)); });
+                }
+            }
 #pragma unroll 1
             for (uint32_t i = first; i < piece_vectors; i += step) {
                 uint4 got[kRanks];

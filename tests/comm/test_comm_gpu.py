@@ -268,4 +268,5 @@ def test_a_peer_killed_inside_its_kernel(transport, two_hops):
         for p in ranks:
             p.kill()
             p.join(10)
-    assert not [n for n in os.listdir("/dev/shm") if n.startswith("fastverify-")], "no mailbox is left behind"
+    names = tuple(f"fastverify-{p.pid}-" for p in ranks)
+    assert not [n for n in os.listdir("/dev/shm") if n.startswith(names)], "no mailbox is left behind"
