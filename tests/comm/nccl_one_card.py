@@ -1,4 +1,4 @@
-"""Our NCCL communicators with two ranks on one GPU: what test_nccl.py and test_real_ranks.py do over two, and microseconds per call.
+"""Two ranks on one GPU, over NCCL and over our own transports: what test_nccl.py and test_real_ranks.py do over two, and microseconds per call.
 
     nvidia-cuda-mps-control -d
     FASTVERIFY_NCCL_LIB=.../libnccl.so.2 NCCL_MULTI_RANK_GPU_ENABLE=1 CUDA_VISIBLE_DEVICES=0 python tests/comm/nccl_one_card.py
@@ -49,7 +49,9 @@ def times(rank, world, device) -> None:
 PARTS = [("ranks agree", test_nccl._agree, (None,)), ("ranks agree, 1 to 4 CTAs", test_nccl._agree, (dict(min_ctas=1, max_ctas=4),)),
          ("ranks agree, not blocking", test_nccl._agree, (dict(blocking=0),)), ("capture and close", test_nccl._capture, ()),
          ("two graphs, two communicators", test_real_ranks._graphs, ("nccl",)), ("linear in pieces", test_real_ranks._linear, ("nccl",)),
-         ("NCCL beside own kernels", test_nccl._beside, ("peer",)), ("times", times, ())]
+         ("NCCL beside own kernels", test_nccl._beside, ("peer",)), ("columns as they come, mailbox", test_real_ranks._columns, ("host",)),
+         ("columns as they come, peer memory", test_real_ranks._columns, ("peer",)), ("linear in pieces, mailbox", test_real_ranks._linear, ("host",)),
+         ("two graphs, two communicators, mailbox", test_real_ranks._graphs, ("host",)), ("times", times, ())]
 
 
 def main() -> int:
