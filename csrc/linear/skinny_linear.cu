@@ -14,16 +14,22 @@ namespace {
 struct Plain {
     uint16_t* out;
     int64_t row_stride;
+    struct Early {};
     __device__ void rows(int tile, int& low, int& high) const { low = tile * kTile, high = low + 8; }
-    __device__ void store(int row, int, int low, int high, float a, float b) const {
+    __device__ Early early(int, int, int) const { return {}; }
+    __device__ void store(Early, int row, int, int low, int high, float a, float b) const {
         out[row * row_stride + low] = float_to_bf16(a);
         out[row * row_stride + high] = float_to_bf16(b);
     }
 };
 
 struct Add : Plain {
-    __device__ void store(int row, int tile, int low, int high, float a, float b) const {
-        Plain::store(row, tile, low, high, a + bf16_to_float(out[row * row_stride + low]), b + bf16_to_float(out[row * row_stride + high]));
+    struct Early {
+        uint16_t low, high;  // of out as it was
+    };
+    __device__ Early early(int row, int, int low) const { return {__ldcg(out + row * row_stride + low), __ldcg(out + row * row_stride + low + 8)}; }
+    __device__ void store(Early old, int row, int tile, int low, int high, float a, float b) const {
+        Plain::store({}, row, tile, low, high, a + bf16_to_float(old.low), b + bf16_to_float(old.high));
     }
 };
 
@@ -31,8 +37,10 @@ struct SiluMul {
     uint16_t* out;
     int64_t row_stride;
     int32_t half;
+    struct Early {};
     __device__ void rows(int tile, int& low, int& high) const { low = tile * 8, high = half + low; }
-    __device__ void store(int row, int, int low, int, float a, float b) const {
+    __device__ Early early(int, int, int) const { return {}; }
+    __device__ void store(Early, int row, int, int low, int, float a, float b) const {
         out[row * row_stride + low] = float_to_bf16(a / (1.0f + expf(-a)) * b);
     }
 };

@@ -31,24 +31,33 @@ struct Qkv {
         low = head * head_dim + tile % per_head * 8;
         high = low + head_dim / 2;
     }
-    __device__ void store(int row, int tile, int low, int, float a, float b) const {
+    struct Early {
+        int64_t slot;
+        float c, s;
+        bool live;
+    };
+    __device__ Early early(int row, int, int low) const {
         const int64_t slot = slots[row];
         const int32_t position = positions[row];
-        if (slot < 0 || slot >= capacity || position < 0 || position >= max_positions) return;
+        if (slot < 0 || slot >= capacity || position < 0 || position >= max_positions) return {0, 0.0f, 0.0f, false};
+        const float* at = cos_sin + position * static_cast<int64_t>(head_dim) + low % head_dim;
+        return {slot, at[0], at[head_dim / 2], true};
+    }
+    __device__ void store(const Early& e, int row, int tile, int low, int, float a, float b) const {
+        if (!e.live) return;
         const int head = tile / (head_dim / kTile), half = head_dim / 2, i = low - head * head_dim;
         a = bf16_to_float(float_to_bf16(a));
         b = bf16_to_float(float_to_bf16(b));
         if (head < heads + kv_heads) {
-            const float c = cos_sin[position * static_cast<int64_t>(head_dim) + i], s = cos_sin[position * static_cast<int64_t>(head_dim) + half + i];
-            const float u = a * c - b * s;
-            b = b * c + a * s;
+            const float u = a * e.c - b * e.s;
+            b = b * e.c + a * e.s;
             a = u;
         }
         uint16_t* to = q + row * q_row + head * q_head;
         if (head >= heads) {
             const Cache& cache = head < heads + kv_heads ? k : v;
-            const int64_t page = slot / page_size;
-            to = cache.data + page * cache.page + (slot - page * page_size) * cache.slot + (head - heads) % kv_heads * cache.head;
+            const int64_t page = e.slot / page_size;
+            to = cache.data + page * cache.page + (e.slot - page * page_size) * cache.slot + (head - heads) % kv_heads * cache.head;
         }
         to[i] = float_to_bf16(a);
         to[i + half] = float_to_bf16(b);
