@@ -16,4 +16,7 @@ for entry in "$source"/* "$source"/.ci; do
 done
 cp -r "$source/tests" "$run/tests"
 cd "$run"
-exec env ${FV_PRELOAD:+LD_PRELOAD="$FV_PRELOAD"} "$python" -m pytest "$@"
+# One process per core where xdist is there, whole files each (module fixtures are made once); PYTEST_ARGS="-n 0" turns it off.
+parallel=$("$python" -c 'import os, xdist; n = min(len(os.sched_getaffinity(0)), 4); print(f"-n {n} --dist loadfile" if n > 1 else "")' 2>/dev/null || true)
+# shellcheck disable=SC2086
+exec env ${FV_PRELOAD:+LD_PRELOAD="$FV_PRELOAD"} "$python" -m pytest $parallel "$@"

@@ -9,13 +9,13 @@ def figure(us) -> str:
 
 
 def newest(results: Path, op: str) -> tuple:
-    """(file name, rows of `op`) of the newest GPU result file that has any; (None, []) without one."""
-    for path in sorted(results.glob("*-????-??-??.json"), key=lambda p: (p.stem[-10:], p.name), reverse=True):
-        data = json.loads(path.read_text())
-        rows = [r for r in data.get("rows", ()) if r.get("op") == op and r.get("device_type") == "cuda"]
-        if rows:
-            return path.name, rows
-    return None, []
+    """(file name, rows of `op`) of the GPU result file that has the latest ones; (None, []) without one."""
+    found = (None, [])
+    for path in sorted(results.glob("*-????-??-??.json")):
+        rows = [r for r in json.loads(path.read_text()).get("rows", ()) if r.get("op") == op and r.get("device_type") == "cuda"]
+        if rows and (not found[1] or max(r["date"] for r in rows) >= max(r["date"] for r in found[1])):
+            found = path.name, rows
+    return found
 
 
 def pivot(rows: list) -> tuple:
@@ -56,3 +56,54 @@ def gpu_part(results: Path, op: str) -> str:
     wrong = sum(r["correct"] is False for r in rows)
     checked = sum(r["correct"] is not None for r in rows)
     return "\n".join([caption, "", *table, "", f"{checked} of {len(rows)} rows were checked in that run, {wrong} were wrong."])
+
+
+# op, its provider, the shapes of the README's table (axes that are not named: any), what they are. First rows of a kind first.
+SUMMARY = (
+    ("tree_attention", "cuda", dict(B=1, N=16, KV=8192), "1 request, 16 nodes, 8192 tokens, heads 32/8 x 128"),
+    ("tree_attention", "cuda", dict(B=8, N=16, KV=8192), "8 requests, the same"),
+    ("mla_tree_attention", "cuda", dict(H=8, B=4, N=8, KV=32768), "8 heads (Kimi-K2.5 at TP 8), 4 requests, 8 nodes, 32768 tokens"),
+    ("rope_append", "cuda", dict(R=16, norm=True, cache="bfloat16"), "16 rows, norm, RoPE, append"),
+    ("draft_topk", "fastverify", dict(rows=8, V=32000, k=10), "8 rows of 32000, k = 10"),
+    ("grow_tree", "fastverify", dict(B=8, k=10, H=7168), "8 requests, k = 10, hidden 7168"),
+    ("build_tree", "fastverify", dict(B=8, k=10, N=64), "8 requests, 64 of 710"),
+    ("verify_tree", "cuda", dict(B=1, N=16, V=128256, law="greedy", logits="random", accepted=3), "1 request, 16 nodes, greedy"),
+    ("verify_tree", "cuda", dict(B=1, N=16, V=128256, law="temperature", logits="random", accepted=3), "the same, temperature 0.8"),
+    ("verify_tree", "cuda", dict(B=8, N=32, V=128256, law="top-k+top-p", logits="random", accepted=3), "8 requests, 32 nodes, top-k 50, top-p 0.95"),
+    ("lm_head_verify_tree", "cuda", dict(N=16, H=4096, V=128256, law="temperature"), "16 nodes, hidden 4096"),
+    ("compact_kv", "fastverify", dict(B=8, kind="latent 576"), "61 layers, 8 requests, 4 rows, latent 576"),
+)
+OURS = ("cuda", "fastverify", "triton", "sglang + our drop-in", "cpu")
+PARTS_ONLY = ("GEMM alone",)  # not the whole work
+
+
+def peer_of(rows: list) -> dict:
+    """The fastest row that is not ours, does the whole work, and was not wrong; None without one."""
+    others = [r for r in rows if not r["provider"].startswith(OURS) and r["provider"] not in PARTS_ONLY and r["median_us"] is not None
+              and r["correct"] is not False]
+    return min(others, key=lambda r: r["median_us"], default=None)
+
+
+def summary(results: Path) -> str:
+    """The README's table: one line per entry of SUMMARY that has a result, ours beside the fastest peer of the same run."""
+    lines, sources = [], {}
+    for op, provider, shape, what in SUMMARY:
+        name, rows = newest(results, op)
+        mine = [r for r in rows if all(r["shape"].get(k) == v for k, v in shape.items())]
+        ours = next((r for r in mine if r["provider"] == provider and r["median_us"] is not None), None)
+        if ours is None:
+            continue
+        peer = peer_of([r for r in mine if r["shape"] == ours["shape"] and r["dtype"] == ours["dtype"] and r["cold"] == ours["cold"]])
+        against = f"{peer['median_us'] / ours['median_us']:.1f}x" if peer else "-"
+        floor = figure(max(ours["floor_us"], ours["empty_us"])) + ("*" if ours["floor_us"] < ours["empty_us"] else "")
+        lines.append([f"`{op}`", what, floor, figure(ours["median_us"]) + ("" if ours["correct"] is not False else " (WRONG)"),
+                      f"{peer['provider']} {figure(peer['median_us'])}" if peer else "-", against])
+        sources.setdefault((ours["device"], ours["date"][:10], ours["versions"]["torch"], name), None)
+    if not lines:
+        return ""
+    header = ["op", "what", "floor us", "ours us", "fastest peer, us", "peer / ours"]
+    said = "; ".join(f"{device}, {date}, torch {torch}, `benchmarks/results/{name}`" for device, date, torch, name in sources)
+    return "\n".join([f"One GPU, CUDA graph replay, cold L2, bfloat16, median; each row of a file holds its command, `fastverify bench run` is all of them: {said}:", "",
+                      "| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(r) + " |" for r in lines), "",
+                      "Floor: bytes that must move over the copy bandwidth measured in that run (*: an empty graph node takes longer, and is shown). Peers "
+                      "under the same output law, in the same run; all rows, and what the peers do not do: docs/performance.md."])

@@ -35,6 +35,8 @@ MAX_SETS = 1024        # buffer sets of a cold run; very small ops stay partly w
 CPU_SETS = 8           # enough for ratios
 BUDGET_S = 0.3         # device time of one measurement: long calls get fewer samples, at least MIN_SAMPLES
 MIN_SAMPLES = 7
+MOST_WARM = 100        # samples thrown away, at most
+WARM_S = 0.01          # device time before the first sample: a GPU that waited for the host has lowered its clocks
 COLD_L2S = 3           # bytes that pass between two uses of a buffer, in sizes of the L2
 COLUMNS = ("op", "provider", "shape", "dtype", "median_us", "p20_us", "p80_us", "floor_us", "empty_us", "bytes", "copy_gb_s",
            "cold", "graph", "correct", "note", "command", "device", "date", "versions")
@@ -103,7 +105,7 @@ def time_host(calls: Sequence[Callable], repeats: int, before: Optional[Callable
 
 
 def _samples(run: Callable, calls: int, repeats: int, before: Optional[Callable]) -> list:
-    """Device microseconds per call of `repeats` runs (fewer where BUDGET_S asks for it) after two that warm up."""
+    """Device microseconds per call of `repeats` runs (fewer where BUDGET_S asks for it) after WARM_S that warm up."""
     def timed(count: int) -> list:
         marks = []
         for _ in range(count):
@@ -117,8 +119,10 @@ def _samples(run: Callable, calls: int, repeats: int, before: Optional[Callable]
         torch.cuda.synchronize()
         return [s.elapsed_time(e) for s, e in marks]
 
-    warm = timed(2)
-    return [ms * 1e3 / calls for ms in timed(samples_within(warm[-1] * 1e-3, repeats))]
+    ms = timed(2)[-1]
+    if before is None:
+        timed(min(MOST_WARM, int(WARM_S * 1e3 / max(ms, 1e-3))))
+    return [ms * 1e3 / calls for ms in timed(samples_within(ms * 1e-3, repeats))]
 
 
 def time_cuda(calls: Sequence[Callable], repeats: int, before: Optional[Callable] = None, graph: bool = True,
@@ -175,8 +179,8 @@ def typed() -> str:
 
 
 def without_paths(text: str) -> str:
-    """The command without --out and with file names instead of paths: results are read on other machines."""
-    words = re.sub(r"\s--out(=|\s+)\S+", "", text).split(" ")
+    """The command without --out and --wait, and with file names instead of paths: results are read on other machines."""
+    words = re.sub(r"\s--out(=|\s+)\S+|\s--wait\b", "", text).split(" ")
     return " ".join(w if w.startswith("--") and "=" not in w else w.rsplit("/", 1)[-1] if w.startswith(("/", "~", ".")) else w
                     for w in words)
 
@@ -213,6 +217,7 @@ def options(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--warm", action="store_true", help="one buffer set only: inputs stay in the L2")
     parser.add_argument("--only", metavar="PROVIDER,...", help="measure these providers only")
     parser.add_argument("--quick", action="store_true", help=f"the first {QUICK_SHAPES} shapes, {QUICK_REPEATS} replays")
+    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)  # `bench run` starts a script while another still measures
     axes = parser.add_argument_group("axes", "values that replace those of the table of shapes, where an op has the axis")
     for flag, names in AXES.items():
         axes.add_argument(f"--{flag}", metavar="N,...", type=numbers, help=f"{' or '.join(names)}")
@@ -256,6 +261,9 @@ class Bench:
         self.op, self.args, self.device, self.rows = op, args, torch.device(kind), []
         if args.quick:
             args.repeats = min(args.repeats, QUICK_REPEATS)
+        if args.wait:
+            sys.stdin.readline()
+        torch.manual_seed(0)  # equal inputs in every run
         self.l2 = l2_bytes(self.device)
         self.bandwidth = copy_bandwidth(self.device, args.repeats)
         self.empty_us = empty_node(self.device, args.repeats)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from gpu_tables import gpu_part  # noqa: E402
+from gpu_tables import gpu_part, summary  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "plan_and_trace.md")
@@ -129,7 +129,7 @@ def backends() -> str:
     return "\n".join(table(["", "CPU (C++)", "CUDA", "Triton"], rows))
 
 
-PARTS = {"backends": backends, "headline": headline, "results": results, "shapes": shapes, "op-share": op_share, "probe": probe}
+PARTS = {"backends": backends, "gpu-summary": lambda: summary(RESULTS), "headline": headline, "results": results, "shapes": shapes, "op-share": op_share, "probe": probe}
 
 
 def generated(text: str) -> str:

@@ -19,9 +19,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
     // ---- tree ---------------------------------------------------------------------------------
     // logits [R,Vd] any float dtype, row stride free; d2t int64 [Vd] offsets (target id = i + d2t[i])
     // -> values f32 [R,k] log-probabilities, descending, ties by lower draft id; tokens i32 [R,k].
+    // Coupled (temperature f32, seed i64, prefix_len i32, active i32 [B]; R = B*m, the m rows of the r-th active request come
+    // r-th): a row with temperature T > 0 is ranked by s = logit/T + verify_tree's noise of (seed, prefix_len + level + 1,
+    // target id) and values = log_softmax(sharpness * s). T = 0: as without. Rows of no active request are padding.
     m.def(
-        "draft_topk(Tensor logits, Tensor? d2t, Tensor? cu_nodes, Tensor(a!) values, "
-        "Tensor(b!) tokens) -> ()");
+        "draft_topk(Tensor logits, Tensor? d2t, Tensor? cu_nodes, Tensor? temperature, Tensor? seed, Tensor? prefix_len, "
+        "Tensor? active, Tensor(a!) values, Tensor(b!) tokens, SymInt level=0, float sharpness=1.0) -> ()");
     // One draft level. Rows of a level: level 0 has one row per active request (its last true pair),
     // level >= 1 has k rows per active request (the beam). values/tokens [rows,k], hidden [rows,H].
     // State, flat by cu_nodes (k rows per active request): scores f32 [B*k] cumulative log-probs,

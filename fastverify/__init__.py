@@ -5,7 +5,7 @@ import importlib
 from ._version import __version__
 
 _WHERE = {  # public name -> module
-    "draft_topk": "tree", "grow_tree": "tree", "build_tree": "tree", "prepare_tree": "tree", "Tree": "tree",
+    "draft_topk": "tree", "Coupling": "tree", "grow_tree": "tree", "build_tree": "tree", "prepare_tree": "tree", "Tree": "tree",
     "Prepared": "tree", "DraftState": "tree", "NgramDrafter": "tree",
     "rope_append": "attention.rope_append", "tree_attention": "attention.tree_attention",
     "mla_tree_attention": "attention.mla_tree_attention",

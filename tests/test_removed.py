@@ -1,4 +1,7 @@
-"""Without one of the optional things everything else still works, and says what is missing. No GPU, no nvcc, no NCCL: this CPU run."""
+"""Without one of the optional things everything else still works, and says what is missing.
+
+Without nvcc: make sanitize builds that way and runs the op tests on it; what such a build says is in test_errors_install.py.
+"""
 
 import json
 import os
@@ -102,10 +105,32 @@ def test_with_the_gpu_hidden():
     assert generate[0] == check[0] == 0 and "torch sees no CUDA GPU" in generate[2]
 
 
+WITHOUT_NCCL = """
+import json, types, torch, torch.distributed as dist, fastverify as fv
+from fastverify.comm import nccl, topology
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with fv.Communicator(device="cpu") as comm:
+    total = float(fv.all_reduce(torch.ones(2, 8), comm).sum())
+try:
+    nccl.open_nccl(types.SimpleNamespace(_together=lambda what, call: call()), None)
+    said = ""
+except RuntimeError as error:
+    said = str(error)
+print(json.dumps([total, topology.nccl_library()["path"], said]))
+dist.destroy_process_group()
+"""
+
+
 def test_without_nccl():
     """A library that is not there stops whoever asks for NCCL, not communicators: theirs are kernels of our own."""
-    doctor, generate = without([], ["doctor", "--json"], GENERATE, FASTVERIFY_NCCL_LIB="/nowhere/libnccl.so")
+    missing = "/nowhere/libnccl.so"
+    doctor, generate = without([], ["doctor", "--json"], GENERATE, FASTVERIFY_NCCL_LIB=missing)
     assert generate[0] == 0
-    facts = json.loads(doctor[1])
-    text = json.dumps(facts)
-    assert "/nowhere/libnccl.so" in text and "Traceback" not in text
+    library = json.loads(doctor[1])["facts"]["topology"]["nccl"]
+    assert library["path"] is None and missing in " ".join(library["tried"])
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NCCL], capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "FASTVERIFY_NCCL_LIB": missing})
+    assert done.returncode == 0, done.stderr
+    total, path, said = json.loads(done.stdout.splitlines()[-1])
+    assert total == 16.0 and path is None
+    assert said.startswith(f"no NCCL (FASTVERIFY_NCCL_LIB: {missing}: cannot open") and said.endswith("Fix: pip install 'fastverify[nccl]'")

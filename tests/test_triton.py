@@ -117,6 +117,12 @@ def draft_topk_case(rng, rows=4, n=300, k=5, dtype=torch.float32):
                 values=torch.full((rows, k), float("nan")), tokens=torch.full((rows, k), -9, dtype=I32))
 
 
+def coupled_topk_case(rng, rows=6, batch=3, **size):
+    coupling = dict(temperature=torch.tensor([0.8, 0.0, 1.3])[:batch], seed=randint(-2**62, 2**62, rng, (batch,)),
+                    prefix_len=randint(0, 9999, rng, (batch,)).to(I32), active=torch.ones(batch, dtype=I32), level=2, sharpness=0.8)
+    return {**draft_topk_case(rng, rows=rows, **size), "cu_nodes": None, **coupling}
+
+
 def poisoned(t: torch.Tensor) -> torch.Tensor:
     return t.fill_(-77)
 
@@ -180,6 +186,9 @@ CASES = {  # (op, name) -> case
     ("probe", ""): lambda g: dict(x=torch.randn(1500, generator=g), out=torch.zeros(1500)),
     ("draft_topk", ""): draft_topk_case,
     ("draft_topk", "half, one column per lane"): lambda g: draft_topk_case(g, n=5000, k=3, dtype=torch.float16),
+    ("draft_topk", "coupled"): coupled_topk_case,
+    ("draft_topk", "coupled, inactive request"): lambda g: {**coupled_topk_case(g, n=5000, k=3, dtype=torch.float16),
+                                                            "active": torch.tensor([0, 1, 1], dtype=I32)},
     ("grow_tree", "first level"): lambda g: grow_tree_case(g, 0),
     ("grow_tree", "second level"): lambda g: grow_tree_case(g, 1),
     ("grow_tree", "fourth level"): lambda g: grow_tree_case(g, 3),

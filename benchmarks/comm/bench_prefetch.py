@@ -46,13 +46,20 @@ def measure(me: Rank, bench, comm) -> None:
             if product:
                 torch.mm(hidden, weights[i].t(), out=y)
 
+        def right() -> bool:
+            """The norm of the residual as it stands (rows without a sum leave both alone)."""
+            r = residual.double()
+            want = r * torch.rsqrt(r.square().mean(-1, keepdim=True) + EPS)
+            return bool(((hidden.double() - want).abs() <= 2.0**-7 * (want.abs() + 1e-2)).all()) or not r.any()
+
         for name, kwargs in [("sum + norm", dict(sum_=True, product=False, prefetch=False)),
                              ("sum + norm, prefetch", dict(sum_=True, product=False, prefetch=True)),
                              ("product, cold", dict(sum_=False, product=True, prefetch=False)),
                              ("product, warm", dict(sum_=False, product=True, prefetch=False, cold=False)),
                              ("both", dict(sum_=True, product=True, prefetch=False)),
                              ("both, prefetch", dict(sum_=True, product=True, prefetch=True))]:
-            me.row(bench, name, "all_reduce_rms_norm + product", shape, x.dtype, lambda: step(**kwargs), lambda: bool(hidden.isfinite().all()))
+            residual.zero_()
+            me.row(bench, name, "all_reduce_rms_norm + product", shape, x.dtype, lambda: step(**kwargs), right)
 
 
 def worker(rank: int, args, port: int) -> None:

@@ -1,11 +1,11 @@
 """Virtual ranks under random sizes, dtypes, forms and delays; every element of every call is checked.
 
-    python benchmarks/comm/soak_virtual.py CALLS [SEED]
+    python benchmarks/comm/soak_virtual.py CALLS [SEED [SECONDS]]       # at most so many seconds
 
 Calls run as CUDA graphs of CHAIN random calls each, replayed with new inputs every time (drawn inside the graph); a graph
 ends by comparing all its results with the sums in rank order. Each setting has its world size, transport, dtype, number of
-blocks and first epoch (near 2^31 and 2^32 too), and two such graphs that take turns on one communicator. In every second
-setting random ranks stall at random vectors for up to 30 us (the kernels with test hooks).
+blocks and first epoch (near 2^31 and 2^32 too), each norm its number of blocks per row, and two such graphs that take turns on
+one communicator. In every second setting random ranks stall at random vectors for up to 30 us (the kernels with test hooks).
 """
 
 import sys
@@ -19,6 +19,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_BYTES = 1 << 17
 CHAIN = 100
 STALL = 1
+FORCED = (0, 0, 1, 2, 4, 1 << 9, 1 << 9 | 4)  # blocks that share a row of all_reduce_rms_norm; 2^9: not in registers
 
 
 class Setting:
@@ -67,13 +68,15 @@ class Setting:
     def capture(self) -> torch.cuda.CUDAGraph:
         calls = [self.call() for _ in range(CHAIN)]
         limits = [self.pick(2) * self.comm.max_bytes for _ in calls]
+        forced = [FORCED[self.pick(len(FORCED))] for _ in calls]
         self.keep.append(calls)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _, x, _ in calls:
                 x.normal_()
-            for (run, _, _), limit in zip(calls, limits):
+            for (run, _, _), limit, force in zip(calls, limits, forced):
                 self.comm._handle.set_one_shot_bytes(limit)
+                self.comm._handle.set_forced(force)
                 if self.stalls:
                     self.comm.hooks[:, 0] = STALL
                     self.comm.hooks[:, 1].random_(0, self.world)
@@ -85,11 +88,17 @@ class Setting:
                 self.wrong += wrong()
         return graph
 
-    def run(self, calls: int) -> None:
+    def run(self, calls: int, until: float) -> int:
+        """Makes `calls` calls, fewer if the time is over; how many."""
         for i in range(-(-calls // CHAIN)):
             self.graphs[i % 2].replay()
+            if i % 20 == 19:
+                torch.cuda.synchronize()
+                if time.time() > until:
+                    break
         torch.cuda.synchronize()
         self.comm.check()
+        return (i + 1) * CHAIN
 
 
 def fold(x: torch.Tensor) -> torch.Tensor:
@@ -100,7 +109,7 @@ def fold(x: torch.Tensor) -> torch.Tensor:
     return total.to(x.dtype)
 
 
-def main(calls: int, seed: int) -> int:
+def main(calls: int, seed: int = 0, seconds: float = 1e9) -> int:
     generator = torch.Generator().manual_seed(seed)
     torch.cuda.manual_seed(seed)
     settings, start, wrong = 42, time.time(), 0
@@ -109,11 +118,11 @@ def main(calls: int, seed: int) -> int:
         setting = Setting(lambda n: int(torch.randint(0, n, (), generator=generator)), number)
         share = calls // settings if not setting.stalls else calls // settings // 4
         try:
-            setting.run(share)
+            made = setting.run(share, start + seconds * (number + 1) / settings)
         except RuntimeError:
             print(f"setting {number}: W = {setting.world}, {setting.dtype}, {setting.comm.transport}, stalls {setting.stalls}")
             raise
-        done["with stalls" if setting.stalls else "plain"] += share
+        done["with stalls" if setting.stalls else "plain"] += made
         wrong += int(setting.wrong)
         del setting
     print(f"{sum(done.values())} calls in {time.time() - start:.0f} s ({done}), wrong elements {wrong}")
@@ -121,4 +130,4 @@ def main(calls: int, seed: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))
+    sys.exit(main(*map(int, sys.argv[1:4])))

@@ -47,7 +47,7 @@ def cases() -> dict:
         verify_tree=lambda: fv.verify_tree(logits, *rest, sampling, out=verified),
         compact_kv=lambda: fv.compact_kv(*caches, path, ONE + 1, ONE, table))
     raw = dict(
-        draft_topk=lambda: _ops.get("draft_topk")(draft, None, None, values, tokens),
+        draft_topk=lambda: _ops.get("draft_topk")(draft, None, None, None, None, None, None, values, tokens),
         build_tree=lambda: _ops.get("build_tree")(*args[:6], *tree, NODES, 100),
         prepare_tree=lambda: _ops.get("prepare_tree")(tree.parents, tree.cu_nodes, ONE, table, *prepared, 16, 0),
         rope_append=lambda: _ops.get("rope_append")(q, k, v, tree.positions, slots, cos_sin, None, None, None, None, caches[0][0], caches[1][0],

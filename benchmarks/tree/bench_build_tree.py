@@ -3,6 +3,7 @@
     python benchmarks/tree/bench_build_tree.py --out benchmarks/results
 """
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,13 @@ VOCAB = 163840
 
 
 def sglang_kernel():
-    """The peer's op, if its library is loaded or installed."""
+    """The peer's op, if sglang-kernel is installed or SGL_KERNEL_LIBRARY names its library."""
     try:
-        import sgl_kernel  # noqa: F401
-    except ImportError:
+        if os.environ.get("SGL_KERNEL_LIBRARY"):
+            torch.ops.load_library(os.environ["SGL_KERNEL_LIBRARY"])
+        else:
+            import sgl_kernel  # noqa: F401
+    except (ImportError, OSError):
         pass
     return getattr(torch.ops.sgl_kernel, "build_tree_kernel_efficient", None)
 

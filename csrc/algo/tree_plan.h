@@ -24,6 +24,16 @@ inline int topk_cluster(int64_t rows, int64_t vocab, int64_t k, int major, int s
     return cluster_of(rows, vocab, kTopkSlice, limit < kTreeCluster ? limit : kTreeCluster, major, sms);
 }
 
+constexpr int kTopkThreads = 1024;
+
+// Bytes in which each block of `blocks` keeps the scores of its slice (vectors of `per` entries dealt to its threads in turn,
+// and at most one entry of each end), 0 if that exceeds `room`.
+inline int64_t topk_kept_bytes(int64_t vocab, int64_t per, int64_t blocks, int64_t room) {
+    const int64_t turn = per * blocks * kTopkThreads;
+    const int64_t bytes = ((vocab + turn - 1) / turn * per + 2) * kTopkThreads * 4;
+    return bytes <= room ? bytes : 0;
+}
+
 inline int grow_cluster(int64_t batch, int64_t k, int64_t row_bytes, int major, int sms) {
     return cluster_of(batch, k * row_bytes, kGrowSlice, kTreeCluster, major, sms);
 }

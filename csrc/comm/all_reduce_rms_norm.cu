@@ -3,11 +3,13 @@
 // exchange pull weights that the next kernel will read into L2 meanwhile.
 // A row belongs to one block (or a cluster: comm_choice.h), a vector of it to one thread, from the send to the norm; the
 // exchange is that of all_reduce, so its bits are too. The sum of squares is taken over runs of 32 vectors, then over the
-// runs: an order that depends on H alone. Cost: one launch. Graph-safe.
+// runs: an order that depends on H alone. Cost: one launch. Graph-safe. Here: any form, any number of rows; short calls take
+// all_reduce_rms_norm_row.cu.
 #include <torch/csrc/stable/library.h>
 
 #include "comm/add_rms_norm.h"
 #include "comm/all_reduce_fp8.h"
+#include "comm/all_reduce_rms_norm.h"
 #include "comm/launch_comm.h"
 #include "comm/nccl_path.h"
 #include "comm/reduce.cuh"
@@ -15,78 +17,42 @@
 namespace fv {
 namespace {
 
-constexpr int64_t kPiece = 1024;  // bytes of one prefetch; on an H200 what larger pieces bring is gone sooner
-
-// table: [ranges][2] = address, bytes. Ends with the exchange (`done` changes): a prefetch that goes on is only in the way.
-__device__ void prefetch_ranges(const int64_t* table, int64_t ranges, int64_t thread, int64_t threads, const uint32_t* done) {
-    const uint32_t before = ld_relaxed_sys(done);
-    for (int64_t r = 0; r < ranges; ++r) {
-        const char* begin = reinterpret_cast<const char*>(table[2 * r]);
-        const int64_t bytes = table[2 * r + 1];
-        for (int64_t i = thread * kPiece; i < bytes; i += threads * kPiece) {
-            if (ld_relaxed_sys(done) != before) return;
-            pull_into_l2(begin + i, bytes - i < kPiece ? bytes - i : kPiece);
-        }
-    }
-}
-
-// A block's shared memory may be written by the others of its cluster once it has started: arrive at the start, wait before
-// the first such write. Then the barrier is free.
-__device__ __forceinline__ void cluster_has_started_arrive() {
-#if !defined(FV_EMULATE) && __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_has_started_wait() {
-#if !defined(FV_EMULATE) && __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait;" ::: "memory");
-#endif
-}
-
-// Shared memory of a block: sums of runs for two rows in turn, then this block's vectors of the row.
+// Shared memory of a block: sums of squares, then this block's vectors of the row.
 struct RowMemory {
-    static FV_HD uint32_t sums_bytes(uint32_t runs) { return (runs * 8 + 15) / 16 * 16; }
     static int64_t bytes(int64_t row_vectors, const CommChoice& choice) {
         const int64_t step = int64_t{choice.threads} * choice.cluster, vectors_of_thread = (row_vectors + step - 1) / step;
-        return sums_bytes(static_cast<uint32_t>((row_vectors + 31) / 32)) + vectors_of_thread * choice.threads * 16;
+        return RowSums::bytes(static_cast<uint32_t>((row_vectors + 31) / 32)) + vectors_of_thread * choice.threads * 16;
     }
 };
 
 template <class T, int kRanks, bool kHooks>
 __global__ void __launch_bounds__(most_row_threads(kRanks), 1) all_reduce_rms_norm_kernel(
-    const __grid_constant__ CommArgs args,
-    const T* __restrict__ x,  // [local_ranks, rows, H]
-    T* residual,              // [local_ranks, rows, H]
-    const T* __restrict__ weight,  // [H]
-    T* out,                   // [local_ranks, rows, H]
-    const int64_t* prefetch, int64_t ranges, int rows, int hidden, float inverse_hidden, float eps, int work_blocks, int cluster_log2) {
-    constexpr int kN = Wire<T>::kElements;
+    const __grid_constant__ CommArgs args, const __grid_constant__ RowNorm<T> call) {
     const int local = blockIdx.y;
-    if (static_cast<int>(blockIdx.x) >= work_blocks) {
+    if (static_cast<int>(blockIdx.x) >= call.work_blocks) {
         wait_for_previous_launch();  // `done` of the call before is written
         allow_next_launch();
-        const int64_t threads = static_cast<int64_t>(gridDim.x - work_blocks) * blockDim.x;
-        return prefetch_ranges(prefetch, ranges, static_cast<int64_t>(blockIdx.x - work_blocks) * blockDim.x + threadIdx.x, threads,
-                               args.first.state + local * args.state_step + kDone);
+        return call.pull_weights(args.first.state + local * args.state_step + kDone);
     }
-    const int cluster = 1 << cluster_log2, lane = threadIdx.x & 31;
-    const int team = blockIdx.x >> cluster_log2, teams = work_blocks >> cluster_log2;
-    const uint32_t vectors = (hidden + kN - 1) / kN, step = cluster * blockDim.x;
+    const int cluster = 1 << call.cluster_log2, lane = threadIdx.x & 31, rows = call.rows, hidden = call.hidden;
+    const int team = blockIdx.x >> call.cluster_log2, teams = call.work_blocks >> call.cluster_log2;
+    const Vectors<const T> weights(call.weight, hidden);
+    const uint32_t vectors = weights.count(), step = cluster * blockDim.x;
     const uint32_t mine = (blockIdx.x & (cluster - 1)) * blockDim.x + threadIdx.x;  // this thread's first vector of every row
-    const uint32_t runs = (vectors + 31) / 32;
-    if (cluster > 1) cluster_has_started_arrive();
-    uint4* row_vectors = reinterpret_cast<uint4*>(dynamic_shared() + RowMemory::sums_bytes(runs)) + threadIdx.x;
+    const RowSums sums(dynamic_shared(), vectors, cluster, mine);
+    sums.begin();
+    uint4* const row_vectors = reinterpret_cast<uint4*>(dynamic_shared() + RowSums::bytes(sums.runs)) + threadIdx.x;
     const int64_t offset = static_cast<int64_t>(local) * rows * hidden;
-    x += offset, residual += offset, out += offset;
+    const T* const x = call.x + offset;
+    T *const residual = call.residual + offset, *const out = call.out + offset;
 
     // the first vector of the first row, and all that its norm needs, on its way before the epoch is known
     const uint4 zero = make_uint4(0, 0, 0, 0);
     const bool early = mine < vectors;
-    const Vectors<const T> weight_vectors(weight, hidden);
-    const uint4 early_weight = early ? weight_vectors.load(mine) : zero;  // a weight is nobody's output
+    const uint4 early_weight = early ? weights.load(mine) : zero;  // a weight is nobody's output
     wait_for_previous_launch();
     allow_next_launch();
-    Exchange<kHooks> exchange(args, local, work_blocks);
+    Exchange<kHooks> exchange(args, local, call.work_blocks);
     const int64_t first = static_cast<int64_t>(team) * hidden;
     uint4 early_x = early ? load_vector(x + first, mine, hidden) : zero;
     const uint4 early_residual = early ? load_vector(residual + first, mine, hidden) : zero;
@@ -95,68 +61,6 @@ __global__ void __launch_bounds__(most_row_threads(kRanks), 1) all_reduce_rms_no
     exchange.wipe_old_tags();
     auto sum_of = [&](int row) { return Sum<T, kRanks, kHooks>(exchange, x + static_cast<int64_t>(row) * hidden, hidden, row); };
     auto own = [&](const Sum<T, kRanks, kHooks>& sum, int row, uint32_t j) { return row == team && j == mine ? early_x : sum.load(j); };
-    // residual + sum, rounded; the squares of it
-    auto add = [](uint4 total, uint4 old, float& squares) {
-        float f[kN], r[kN];
-        Wire<T>::unpack(total, f);
-        Wire<T>::unpack(old, r);
-#pragma unroll
-        for (int k = 0; k < kN; ++k) r[k] += f[k];
-        const uint4 rounded = Wire<T>::pack(r);
-        Wire<T>::unpack(rounded, r);
-#pragma unroll
-        for (int k = 0; k < kN; ++k) squares += r[k] * r[k];
-        return rounded;
-    };
-    auto share = [&](float squares, uint32_t j, float* run_sums) {  // the sum of a warp's squares to every block of the cluster
-        squares = warp_sum(squares);
-        if (lane < cluster && j - lane < vectors) cluster_map(run_sums, lane)[j / 32] = squares;
-    };
-    auto scale_of = [&](const float* run_sums) {
-        float squares = 0.0f;
-#pragma unroll 1
-        for (uint32_t run = lane; run < runs; run += 32) squares += run_sums[run];
-        return rsqrt_rn(warp_sum(squares) * inverse_hidden + eps);
-    };
-    auto normalize = [](uint4 v, uint4 weights, float scale) {
-        float r[kN], w[kN];
-        Wire<T>::unpack(v, r);
-        Wire<T>::unpack(weights, w);
-#pragma unroll
-        for (int k = 0; k < kN; ++k) r[k] = r[k] * scale * w[k];
-        return Wire<T>::pack(r);
-    };
-    auto meet = [&] {
-        __syncwarp();
-        if (cluster > 1) cluster_barrier();
-        else __syncthreads();
-    };
-    auto say_done = [&] {
-        if (ranges > 0 && blockIdx.x == 0 && threadIdx.x == 0) exchange.state[kDone] = exchange.epoch;
-    };
-
-    if constexpr (kRanks <= 2) {
-        if (teams >= rows && vectors <= step) {  // one vector per thread: all of it in registers
-            Sum<T, kRanks, kHooks> sum = sum_of(team);
-            float* const run_sums = reinterpret_cast<float*>(dynamic_shared());
-            float squares = 0.0f;
-            uint4 rounded = zero;
-            if (early) {
-                sum.offer(mine, early_x);
-                rounded = add(sum.reduce(mine, early_x), early_residual, squares);
-            }
-            if (cluster > 1) cluster_has_started_wait();
-            share(squares, mine, run_sums);
-            meet();
-            exchange.advance();
-            const float scale = scale_of(run_sums);
-            if (early) {
-                Vectors<T>(residual + first, hidden).store(mine, rounded);
-                Vectors<T>(out + first, hidden).store(mine, normalize(rounded, early_weight, scale));
-            }
-            return say_done();
-        }
-    }
 
 #pragma unroll 1
     for (int row = team; row < rows; row += teams) {
@@ -165,14 +69,14 @@ __global__ void __launch_bounds__(most_row_threads(kRanks), 1) all_reduce_rms_no
         for (uint32_t j = mine; j < vectors; j += step) sum.offer(j, own(sum, row, j));
     }
     exchange.finish();
-    if (cluster > 1) cluster_has_started_wait();
+    sums.all_have_begun();
     // What this rank owns: one-shot all of a row when its turn comes; else of all rows before it waits for other owners. It
     // stays in shared memory until its norm, or in `out` if there are more rows than teams.
     const bool one_shot = kRanks <= 2 || args.form == kOneShot, kept = one_shot || teams >= rows;
     int ahead = team;
 #pragma unroll 1
-    for (int row = team, odd = 0; row < rows; row += teams, odd ^= 1) {
-        float* const run_sums = reinterpret_cast<float*>(dynamic_shared()) + (odd ? runs : 0);
+    for (int row = team, number = 0; row < rows; row += teams, ++number) {
+        const int odd = number & 1;
 #pragma unroll 1
         for (const int until = one_shot ? row + 1 : rows; ahead < until; ahead += teams) {
             Sum<T, kRanks, kHooks> sum = sum_of(ahead);
@@ -194,20 +98,20 @@ __global__ void __launch_bounds__(most_row_threads(kRanks), 1) all_reduce_rms_no
             float squares = 0.0f;
             if (j < vectors) {
                 const uint4 old = row == team && j == mine ? early_residual : row_residual.load(j);
-                *keep = add(!sum.mine(j) ? sum.receive(j) : kept ? *keep : row_out.load(j), old, squares);
+                *keep = add_residual<T>(!sum.mine(j) ? sum.receive(j) : kept ? *keep : row_out.load(j), old, squares);
                 row_residual.store(j, *keep);
             }
-            share(squares, j, run_sums);
+            sums.post(squares, j, odd);
         }
-        meet();
-        const float scale = scale_of(run_sums);
+        sums.wait(odd, number >> 1 & 1);
+        const float scale = sums.scale(odd, call.inverse_hidden, call.eps);
         keep = row_vectors;
 #pragma unroll 1
         for (uint32_t j = mine; j < vectors; j += step, keep += blockDim.x) {
-            row_out.store(j, normalize(*keep, j == mine ? early_weight : weight_vectors.load(j), scale));
+            row_out.store(j, normalized<T>(*keep, j == mine ? early_weight : weights.load(j), scale));
         }
     }
-    say_done();
+    if (call.ranges > 0 && blockIdx.x == 0 && threadIdx.x == 0) exchange.state[kDone] = exchange.epoch;
 }
 
 template <class T>
@@ -217,16 +121,18 @@ void run(const Launch& launch, const fv_comm& c, const Tensor& x, const Tensor& 
     const CommForm form = comm_form(c, rows * hidden * size);
     const CommArgs args = comm_kernel_args(c, form);
     const int64_t ranges = prefetch ? prefetch->size(0) : 0;
-    const CommChoice choice = choose_rms_norm(rows, row_vectors, c, launch.props, form, ranges > 0);
+    const CommChoice choice = choose_rms_norm(rows, row_vectors, c, launch.props.major, launch.props.sms, form, ranges > 0);
     const int64_t memory = RowMemory::bytes(row_vectors, choice);
     FV_CHECK(memory <= launch.props.max_smem, launch.op, ": x must have rows of at most ", (launch.props.max_smem - 9216) / size,
              " elements; got ", hidden, ". Fix: all_reduce, then the norm.");
+    const RowNorm<T> call = {cptr<T>(x), mptr<T>(residual), cptr<T>(weight), mptr<T>(out), cptr<int64_t>(prefetch), ranges,
+                             static_cast<int>(rows), static_cast<int>(hidden), 1.0f / static_cast<float>(hidden), eps, choice.blocks,
+                             log2_of(choice.cluster)};
+    if (choice.registers) return all_reduce_rms_norm_row<T>(launch, c, choice, args, call);
     auto kernel = comm_has_hooks(c) ? &all_reduce_rms_norm_kernel<T, kMaxRanks, true>
                 : c.world <= 2 && args.form == kOneShot ? &all_reduce_rms_norm_kernel<T, 2, false>
                 : c.world <= 4 ? &all_reduce_rms_norm_kernel<T, 4, false> : &all_reduce_rms_norm_kernel<T, kMaxRanks, false>;
-    launch_comm(launch, c, kernel, choice, choice.prefetch_blocks, static_cast<size_t>(memory), args, cptr<T>(x),
-                mptr<T>(residual), cptr<T>(weight), mptr<T>(out), cptr<int64_t>(prefetch), ranges, static_cast<int>(rows),
-                static_cast<int>(hidden), 1.0f / static_cast<float>(hidden), eps, choice.blocks, log2_of(choice.cluster));
+    launch_comm(launch, c, kernel, choice, choice.prefetch_blocks, static_cast<size_t>(memory), args, call);
 }
 
 void all_reduce_rms_norm_cuda(const Tensor x, Tensor residual, const Tensor weight, Tensor out, const OptTensor prefetch,

@@ -65,6 +65,10 @@ inline NormShape check_norm_arguments(const char* op, const fv_comm& c, const Te
              ". Fix: x.view(rows, H).");
     const int64_t rows = x.size(lead), hidden = x.size(lead + 1);
     FV_CHECK(hidden > 0, op, ": x must have rows of at least one element; got ", describe(x), ". Fix: pass hidden states.");
+    // every row of a slot begins at a vector of its own
+    const int64_t padded = rows * ((hidden * static_cast<int64_t>(x.element_size()) + 15) / 16 * 16), most = slot_stride(c.max_bytes);
+    FV_CHECK((c.transport != kPeerMemory && c.transport != kHostMailbox) || padded <= most, op, ": x must have at most ", most,
+             " bytes per rank with its rows padded to 16 bytes; got ", padded, ". Fix: make the Communicator with max_bytes >= ", padded, ".");
     const std::initializer_list<ScalarType> type = {x.scalar_type()};
     if (c.local_ranks > 1) {
         check_tensor(op, "residual", residual, type, {c.world, rows, hidden}, x);

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "comm/fv_comm.h"
-#include "common/launch.h"
 
 namespace fv {
 
@@ -13,6 +12,7 @@ struct CommChoice {
     int threads;
     int cluster;  // blocks that share a row (all_reduce_rms_norm), else 1
     int prefetch_blocks = 0;  // more blocks, that only pull weights into L2
+    bool registers = false;   // all_reduce_rms_norm: one vector per thread and one row per team
 };
 constexpr int kPrefetchBlocks = 32;  // of a real rank; a multiple of every cluster size
 
@@ -36,34 +36,41 @@ constexpr int log2_of(int power_of_two) { return power_of_two > 1 ? 1 + log2_of(
 
 // Of a block of all_reduce_rms_norm: what the sums of many ranks hold leaves registers for fewer threads.
 constexpr int most_row_threads(int ranks) { return ranks > 4 ? 256 : 512; }
+constexpr int most_register_threads(int ranks) { return ranks > 2 ? 512 : 1024; }
 
-// Blocks that share a row. Clusters of 8 (sm_90, sm_100) save 0.4 us at one row of 7168, and the kernel can; but a soak of
-// 10^6 calls ended in an illegal access, for which the one candidate is a block's shared memory written by its cluster before
-// it had started. The kernel waits for that now, and has not run on a GPU since: 1 until that soak has passed.
-constexpr int most_row_cluster(int /*major*/) { return 1; }
+// Blocks that share a row: they send and read it faster than one does (docs/performance.md).
+constexpr int most_row_cluster(int major) { return major == 9 || major == 10 ? 8 : 1; }
 
 // A row is a cluster's or a block's. Bits do not depend on the choice.
-inline CommChoice choose_rms_norm(int64_t rows, int64_t row_vectors, const fv_comm& c, const DeviceProps& props, CommForm form,
-                                  bool prefetch) {
-    const int most_threads = most_row_threads(c.ranks[0].hooks ? kMaxRanks : c.world);
-    int most = most_comm_blocks(c, props.sms), threads = 128;
-    int64_t most_cluster = most_row_cluster(props.major), cluster = 1;
-    CommChoice choice;
+inline CommChoice choose_rms_norm(int64_t rows, int64_t row_vectors, const fv_comm& c, int major, int sms, CommForm form, bool prefetch) {
+    const bool hooks = c.ranks[0].hooks != nullptr;
+    int64_t most = most_comm_blocks(c, sms), most_cluster = most_row_cluster(major);
+    if (c.forced & kForcedRowCluster && major >= 9) most_cluster = c.forced & kForcedRowCluster;
     if (c.local_ranks == 1 && form == kOneShot && most <= kEpochWords / 2) most *= 2;  // each waits for the same block of its peers only
     if (c.local_ranks > 1) {  // all at once: half of the blocks may prefetch; small clusters always find room
         most = prefetch && most > 1 ? most / 2 : most;
         while (most_cluster > 4 || most_cluster > most) most_cluster /= 2;
+        if (most_cluster > 1) most -= most / 8;  // an H200 runs 30 clusters of 4 at a time, not 33
+        if (most_cluster > most) most_cluster = most < 2 ? 1 : 2;
     }
-    while (threads < most_threads && row_vectors > most_cluster * threads) threads *= 2;
+    // the least number of threads, and then of blocks, that hold a row at one vector each
+    const int most_threads = most_row_threads(hooks ? kMaxRanks : c.world);
+    const bool may = form == kOneShot && !hooks && !(c.forced & kForcedNoRegisters);
+    const int most_held = may ? most_register_threads(c.world) : most_threads;
+    int64_t threads = 128, cluster = 1;
+    while (threads < most_held && row_vectors > most_cluster * threads) threads *= 2;
     while (cluster < most_cluster && cluster * threads < row_vectors) cluster *= 2;
     while (cluster > 1 && rows * cluster > most) {
         cluster /= 2;
-        if (threads < most_threads) threads *= 2;
+        if (threads < most_held) threads *= 2;
     }
+    CommChoice choice;
+    choice.registers = may && rows * cluster <= most && row_vectors <= cluster * threads;
+    if (!choice.registers && threads > most_threads) threads = most_threads;
     int64_t teams = most / cluster;
     teams = teams < 1 ? 1 : teams < rows ? teams : rows;
     choice.blocks = static_cast<int>(teams * cluster);
-    choice.threads = threads;
+    choice.threads = static_cast<int>(threads);
     choice.cluster = static_cast<int>(cluster);
     choice.prefetch_blocks = !prefetch ? 0 : c.local_ranks > 1 ? static_cast<int>(cluster) : kPrefetchBlocks;
     return choice;

@@ -51,9 +51,16 @@ struct fv_comm {
     int64_t fp8_bytes;               // inputs above this travel as fp8 (lossy); kNever: none does
     uint64_t deadline_ns;            // how long a rank waits for its peers
     int32_t blocks;                  // most blocks of a call per rank
-    int32_t reserved;
+    int32_t forced;                  // CommForced, for tests and measurements; 0: as chosen
     CommRank ranks[kMaxRanks];       // [0, local_ranks)
     NcclCalls nccl;
+};
+
+// fv_comm::forced. Results do not depend on it.
+enum CommForced : int32_t {
+    kForcedRowCluster = 0xff,     // most blocks that share a row of all_reduce_rms_norm; 0: as chosen
+    kForcedNoOverlap = 1 << 8,    // a launch begins when the one before it has ended
+    kForcedNoRegisters = 1 << 9,  // all_reduce_rms_norm without the kernel that keeps a row in registers
 };
 
 // How a sum travels. Every form adds in rank order in fp32; the exact forms round once and so give the same bits.

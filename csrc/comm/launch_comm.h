@@ -28,7 +28,8 @@ inline CommArgs comm_kernel_args(const fv_comm& c, CommForm form) {
 #ifndef FV_EMULATE
 // A launch of clusters whose blocks are all resident, or that may begin while the launch before it ends (sm_90 and newer).
 template <class... P, class... A>
-void run_clusters(const Launch& launch, void (*kernel)(P...), int cluster, bool resident, dim3 grid, dim3 block, size_t smem, A... args) {
+void run_clusters(const Launch& launch, void (*kernel)(P...), int cluster, bool resident, bool overlap, dim3 grid, dim3 block, size_t smem,
+                  A... args) {
     if (smem > 48 * 1024) {
         FV_CUDA_CHECK(launch.op, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                       static_cast<int>(smem)));
@@ -36,7 +37,7 @@ void run_clusters(const Launch& launch, void (*kernel)(P...), int cluster, bool 
     cudaLaunchAttribute attributes[2];
     attributes[0].id = resident ? cudaLaunchAttributeCooperative : cudaLaunchAttributeProgrammaticStreamSerialization;
     if (resident) attributes[0].val.cooperative = 1;
-    else attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    else attributes[0].val.programmaticStreamSerializationAllowed = overlap;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
     attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
@@ -51,7 +52,7 @@ void run_clusters(const Launch& launch, void (*kernel)(P...), int cluster, bool 
 }
 #else
 template <class... P, class... A>
-void run_clusters(const Launch& launch, void (*kernel)(P...), int cluster, bool resident, dim3 grid, dim3 block, size_t smem, A... args) {
+void run_clusters(const Launch& launch, void (*kernel)(P...), int cluster, bool resident, bool, dim3 grid, dim3 block, size_t smem, A... args) {
     launch.launch(resident, cluster, kernel, grid, block, smem, args...);
 }
 #endif
@@ -63,8 +64,10 @@ void launch_comm(const Launch& launch, const fv_comm& c, void (*kernel)(P...), c
                  A... args) {
     const dim3 grid(static_cast<unsigned>(choice.blocks + extra_blocks), static_cast<unsigned>(c.local_ranks));
     const dim3 block(static_cast<unsigned>(choice.threads));
-    if (choice.cluster > 1) run_clusters(launch, kernel, choice.cluster, c.local_ranks > 1, grid, block, smem, args...);
+    const bool overlap = !(c.forced & kForcedNoOverlap);
+    if (choice.cluster > 1) run_clusters(launch, kernel, choice.cluster, c.local_ranks > 1, overlap, grid, block, smem, args...);
     else if (c.local_ranks > 1) launch.run_resident(kernel, grid, block, smem, args...);
+    else if (!overlap) launch.run(kernel, grid, block, smem, args...);
     else launch.run_overlapped(kernel, grid, block, smem, args...);
 }
 

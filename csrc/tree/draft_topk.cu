@@ -4,10 +4,14 @@
 // below. Pass 2 (the slice is in L1 by now) sums the fixed-point masses and collects the entries that reach the bound, little
 // more than k of them; the first block ranks them and writes. More than kCandidates of them (ties): it selects exactly.
 // All shared memory is dynamic: blocks of a cluster write into each other's.
-// Cost: reads R * Vd logits from memory once. Graph-safe. Instantiations: float, half, bfloat16.
+// Coupled rows: pass 1 takes scores (coupling.h) instead of logits and keeps them in shared memory for pass 2; where a slice does
+// not fit, pass 2 computes them again. Scores are exact, so that every block and back end sees the same ones.
+// Cost: reads R * Vd logits from memory once; coupled: about 120 instructions an entry. Graph-safe.
+// Instantiations: float, half, bfloat16, each plain and coupled.
 #include <torch/csrc/stable/library.h>
 
 #include "algo/convert.h"
+#include "algo/coupling.h"
 #include "algo/numeric.h"
 #include "algo/tree_plan.h"
 #include "common/launch.h"
@@ -17,7 +21,7 @@
 namespace fv {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = kTopkThreads;
 constexpr int kGroups = kThreads / 8;
 constexpr int kCandidates = 256;
 constexpr int kWarps = kThreads / 32;
@@ -49,14 +53,25 @@ struct BFloat16 {
     static __device__ __forceinline__ float decode(uint16_t x) { return bf16_to_float(x); }
 };
 
+// A row as `head` single entries, `vectors` of 16 aligned bytes, and single entries from `tail` on.
+template <class Type>
+struct Span {
+    int head, vectors, tail;
+    __device__ __forceinline__ Span(const typename Type::Storage* row, int n) {
+        const int unaligned = static_cast<int>((16 - (reinterpret_cast<uintptr_t>(row) & 15)) & 15) /
+                              static_cast<int>(sizeof(typename Type::Storage));
+        head = unaligned < n ? unaligned : n;
+        vectors = (n - head) / Type::kPer;
+        tail = head + vectors * Type::kPer;
+    }
+};
+
 // f(values, count, first id) for runs of entries of the row that this thread owns, block `slice` of `slices`: 16-byte loads,
 // kBatch in flight; the ends one by one. Unused values are -inf.
 template <class Type, int kBatch, class F>
 __device__ __forceinline__ void each_run(const typename Type::Storage* __restrict__ row, int n, int slice, int slices, const F& f) {
     constexpr int kPer = Type::kPer;
-    const int unaligned = static_cast<int>((16 - (reinterpret_cast<uintptr_t>(row) & 15)) & 15) /
-                          static_cast<int>(sizeof(typename Type::Storage));
-    const int head = unaligned < n ? unaligned : n, vectors = (n - head) / kPer, tail = head + vectors * kPer;
+    const auto [head, vectors, tail] = Span<Type>(row, n);
     const uint4* __restrict__ body = reinterpret_cast<const uint4*>(row + head);
     const int step = slices * kThreads;
     float x[kPer];
@@ -88,7 +103,20 @@ __device__ __forceinline__ void each_run(const typename Type::Storage* __restric
     }
 }
 
-constexpr float kFloatMax = 3.402823466e+38f;
+// The same runs in the same order, without their values: f(count, first id).
+template <class Type, class F>
+__device__ __forceinline__ void each_place(const typename Type::Storage* __restrict__ row, int n, int slice, int slices, const F& f) {
+    const Span<Type> span(row, n);
+    for (int v = slice * kThreads + static_cast<int>(threadIdx.x); v < span.vectors; v += slices * kThreads) {
+        f(Type::kPer, span.head + v * Type::kPer);
+    }
+#pragma unroll 1
+    for (int end = 0; end < 2 && slice == 0; ++end) {
+        const int id = end ? span.tail + static_cast<int>(threadIdx.x) : static_cast<int>(threadIdx.x);
+        if (id < (end ? n : span.head)) f(1, id);
+    }
+}
+
 __device__ __forceinline__ float finite_or_lowest(float x) { return x <= kFloatMax ? x : minus_infinity(); }
 
 struct TopkShared {
@@ -110,7 +138,37 @@ __device__ __forceinline__ int rank_of(const float* x, int count, int i) {
     return rank;
 }
 
-template <class Type>
+// Requests of coupled rows; `each` rows belong to one.
+struct CouplingInputs {
+    const float* __restrict__ temperature;   // [batch]
+    const int64_t* __restrict__ seed;        // [batch]
+    const int32_t* __restrict__ prefix_len;  // [batch]
+    const int32_t* __restrict__ active;      // [batch]
+    int batch, each, level;
+    float sharpness;
+};
+
+// The coupling of row r; false where no active request has that row. Whole warps.
+__device__ __forceinline__ bool coupling_of_row(const CouplingInputs& in, int64_t r, Coupling* out) {
+    const int lane = static_cast<int>(threadIdx.x) & 31;
+    int64_t rank = r / in.each;
+#pragma unroll 1
+    for (int first = 0; first < in.batch; first += 32) {
+        const bool active = first + lane < in.batch && in.active[first + lane] != 0;
+        const uint32_t mask = __ballot_sync(kFullWarp, active);
+        const int count = __popc(mask);
+        if (rank < count) {
+            const bool own = active && __popc(mask & ((1u << lane) - 1)) == rank;
+            const int b = first + __ffs(static_cast<int>(__ballot_sync(kFullWarp, own))) - 1;
+            *out = resolve_coupling(in.temperature[b], in.seed[b], in.prefix_len[b], in.level, in.sharpness);
+            return true;
+        }
+        rank -= count;
+    }
+    return false;
+}
+
+template <class Type, bool kCoupled>
 __global__ void __launch_bounds__(kThreads) draft_topk_kernel(
     const typename Type::Storage* __restrict__ logits,  // [R, n], rows `stride` entries apart
     int64_t stride,
@@ -119,30 +177,57 @@ __global__ void __launch_bounds__(kThreads) draft_topk_kernel(
     int64_t last,
     float* __restrict__ values,            // [R, k]
     int32_t* __restrict__ tokens,          // [R, k]
-    int n, int k, int blocks) {            // blocks: of a cluster
+    int n, int k, int blocks,              // blocks: of a cluster
+    CouplingInputs inputs, bool cached) {  // of coupled rows; scores are kept behind TopkShared
     constexpr int kPer = Type::kPer;
     TopkShared& s = *reinterpret_cast<TopkShared*>(dynamic_shared());
     const int own_rank = static_cast<int>(cluster_rank()), t = threadIdx.x;
     const int64_t r = blockIdx.x / static_cast<unsigned>(blocks);
     values += r * k;
     tokens += r * k;
-    if (cu_nodes && r >= cu_nodes[last]) {  // all blocks of the cluster
+    bool padding = cu_nodes && r >= cu_nodes[last];
+    Coupling coupling;
+    if constexpr (kCoupled) padding = !coupling_of_row(inputs, r, &coupling) || padding;
+    if (padding) {  // all blocks of the cluster
         if (own_rank == 0 && t < k) values[t] = 0.0f, tokens[t] = 0;
         return;
     }
     const typename Type::Storage* const row = logits + r * stride;
+    float* const scores = reinterpret_cast<float*>(dynamic_shared() + sizeof(TopkShared)) + t;  // [slots, kThreads]
+    const auto score = [&](float logit, int id) {
+        const float x = finite_or_lowest(logit);
+        if constexpr (kCoupled) {
+            // of a map, the low words are enough
+            const int32_t offset = coupling.noisy() && d2t ? reinterpret_cast<const int32_t*>(d2t)[2 * static_cast<int64_t>(id)] : 0;
+            if (coupling.noisy()) return coupled_score(x, static_cast<uint32_t>(id) + static_cast<uint32_t>(offset), coupling);
+        }
+        return x;
+    };
 
     float best = minus_infinity();
-    each_run<Type, 4>(row, n, own_rank, blocks, [&](const float (&x)[kPer], int, int) {
+    if constexpr (kCoupled) {
+        int slot = 0;
+        each_run<Type, 1>(row, n, own_rank, blocks, [&](const float (&raw)[kPer], int count, int first) {
 #pragma unroll
-        for (int j = 0; j < kPer; ++j) best = fmaxf(best, x[j]);  // drops NaN
-    });
-    if (best > kFloatMax) {  // +inf is left out too
-        best = minus_infinity();
-        each_run<Type, 1>(row, n, own_rank, blocks, [&](const float (&x)[kPer], int, int) {
-#pragma unroll
-            for (int j = 0; j < kPer; ++j) best = fmaxf(best, finite_or_lowest(x[j]));
+            for (int j = 0; j < kPer; ++j) {
+                if (j >= count) break;
+                const float x = score(raw[j], first + j);
+                best = fmaxf(best, x);
+                if (cached) scores[slot++ * kThreads] = x;
+            }
         });
+    } else {
+        each_run<Type, 4>(row, n, own_rank, blocks, [&](const float (&x)[kPer], int, int) {
+#pragma unroll
+            for (int j = 0; j < kPer; ++j) best = fmaxf(best, x[j]);  // drops NaN
+        });
+        if (best > kFloatMax) {  // +inf is left out too
+            best = minus_infinity();
+            each_run<Type, 1>(row, n, own_rank, blocks, [&](const float (&x)[kPer], int, int) {
+#pragma unroll
+                for (int j = 0; j < kPer; ++j) best = fmaxf(best, finite_or_lowest(x[j]));
+            });
+        }
     }
     best += 0.0f;
 #pragma unroll
@@ -172,12 +257,12 @@ __global__ void __launch_bounds__(kThreads) draft_topk_kernel(
     const float finite_top = empty ? 0.0f : top;
     uint64_t mass = 0;
     bool full = false;
-    each_run<Type, 4>(row, n, own_rank, blocks, [&](const float (&raw)[kPer], int count, int first) {
-        float x[kPer], largest = minus_infinity();
+    const float sharpness = coupling.sharpness;  // 1 unless coupled
+    const auto take = [&](const float (&x)[kPer], int count, int first) {
+        float largest = minus_infinity();
 #pragma unroll
         for (int j = 0; j < kPer; ++j) {
-            x[j] = finite_or_lowest(raw[j]);
-            mass += mass_of(x[j], finite_top);  // 0 for -inf
+            mass += kCoupled ? mass_of((x[j] - finite_top) * sharpness, 0.0f) : mass_of(x[j], finite_top);  // 0 for -inf
             largest = fmaxf(largest, x[j]);
         }
         if (largest >= bound && !full) {
@@ -190,7 +275,27 @@ __global__ void __launch_bounds__(kThreads) draft_topk_kernel(
                 leader.keys[at] = short_key(ordered_bits(x[j] + 0.0f), static_cast<uint32_t>(first + j));
             }
         }
-    });
+    };
+    const auto take_scores = [&](const float (&raw)[kPer], int count, int first) {
+        float x[kPer];
+#pragma unroll
+        for (int j = 0; j < kPer; ++j) x[j] = !kCoupled || j < count ? score(raw[j], first + j) : minus_infinity();
+        take(x, count, first);
+    };
+    if constexpr (!kCoupled) {
+        each_run<Type, 4>(row, n, own_rank, blocks, take_scores);
+    } else if (!cached) {
+        each_run<Type, 1>(row, n, own_rank, blocks, take_scores);
+    } else {
+        int slot = 0;
+        each_place<Type>(row, n, own_rank, blocks, [&](int count, int first) {
+            float x[kPer];
+#pragma unroll
+            for (int j = 0; j < kPer; ++j) x[j] = j < count ? scores[(slot + j) * kThreads] : minus_infinity();
+            slot += count;
+            take(x, count, first);
+        });
+    }
     mass = warp_sum(mass);
     if (t % 32 == 0) leader.masses[own_rank * kWarps + t / 32] = mass;
     cluster_barrier();
@@ -201,7 +306,7 @@ __global__ void __launch_bounds__(kThreads) draft_topk_kernel(
             each_run<Type, 1>(row, n, 0, 1, [&](const float (&x)[kPer], int run, int first) {
 #pragma unroll
                 for (int j = 0; j < kPer; ++j) {
-                    if (j < run) f(short_key(ordered_bits(finite_or_lowest(x[j]) + 0.0f), static_cast<uint32_t>(first + j)));
+                    if (j < run) f(short_key(ordered_bits(score(x[j], first + j) + 0.0f), static_cast<uint32_t>(first + j)));
                 }
             });
         };
@@ -227,34 +332,49 @@ __global__ void __launch_bounds__(kThreads) draft_topk_kernel(
     if (rank >= k) return;
     const uint32_t id = short_key_index(key);
     const float log_sum = empty ? 0.0f : log_mass(mass);
-    values[rank] = empty ? minus_infinity() : (from_ordered_bits(short_key_order(key)) - top) - log_sum;
+    values[rank] = empty ? minus_infinity() : (from_ordered_bits(short_key_order(key)) - top) * sharpness - log_sum;
     tokens[rank] = static_cast<int32_t>(id + (d2t ? static_cast<uint64_t>(d2t[id]) : 0));
 }
 
-template <class Type>
+template <class Type, bool kCoupled>
 void launch_draft_topk(const Tensor& logits, const OptTensor& d2t, const OptTensor& cu_nodes, const Tensor& values,
-                       const Tensor& tokens, const DraftTopkSizes& s) {
+                       const Tensor& tokens, const DraftTopkSizes& s, const CouplingInputs& inputs) {
     const Launch launch("draft_topk", logits);
     const int blocks = topk_cluster(s.rows, s.n, s.k, launch.props.major, launch.props.sms);
     FV_CHECK(s.rows * blocks <= INT32_MAX, "draft_topk: logits must be at most ", INT32_MAX, " rows on CUDA; got ",
              describe(logits), ". Fix: pass the rows of one step.");
-    launch.run_cluster(draft_topk_kernel<Type>, blocks, dim3(static_cast<unsigned>(s.rows * blocks)), dim3(kThreads),
-                       sizeof(TopkShared), cptr<typename Type::Storage>(logits), logits.stride(0), cptr<int64_t>(d2t),
+    const int64_t kept = kCoupled ? topk_kept_bytes(s.n, Type::kPer, blocks, launch.props.max_smem - sizeof(TopkShared)) : 0;
+    launch.run_cluster(draft_topk_kernel<Type, kCoupled>, blocks, dim3(static_cast<unsigned>(s.rows * blocks)), dim3(kThreads),
+                       sizeof(TopkShared) + kept, cptr<typename Type::Storage>(logits), logits.stride(0), cptr<int64_t>(d2t),
                        cptr<int32_t>(cu_nodes), cu_nodes ? cu_nodes->size(0) - 1 : 0, mptr<float>(values),
-                       mptr<int32_t>(tokens), static_cast<int>(s.n), static_cast<int>(s.k), blocks);
+                       mptr<int32_t>(tokens), static_cast<int>(s.n), static_cast<int>(s.k), blocks, inputs, kept > 0);
+}
+
+template <bool kCoupled, class... A>
+void launch_type(const Tensor& logits, const A&... args) {
+    if (logits.scalar_type() == ScalarType::Float) {
+        launch_draft_topk<Float, kCoupled>(logits, args...);
+    } else if (logits.scalar_type() == ScalarType::Half) {
+        launch_draft_topk<Half, kCoupled>(logits, args...);
+    } else {
+        launch_draft_topk<BFloat16, kCoupled>(logits, args...);
+    }
 }
 
 void draft_topk_cuda(
-    const Tensor logits, const OptTensor d2t, const OptTensor cu_nodes, Tensor values, Tensor tokens) {
-    const DraftTopkSizes s = check_draft_topk(logits, d2t, cu_nodes, values, tokens);
+    const Tensor logits, const OptTensor d2t, const OptTensor cu_nodes, const OptTensor temperature, const OptTensor seed,
+    const OptTensor prefix_len, const OptTensor active, Tensor values, Tensor tokens, int64_t level, double sharpness) {
+    const DraftTopkSizes s =
+        check_draft_topk(logits, d2t, cu_nodes, temperature, seed, prefix_len, active, values, tokens, level, sharpness);
     if (s.rows == 0) return;
-    if (logits.scalar_type() == ScalarType::Float) {
-        launch_draft_topk<Float>(logits, d2t, cu_nodes, values, tokens, s);
-    } else if (logits.scalar_type() == ScalarType::Half) {
-        launch_draft_topk<Half>(logits, d2t, cu_nodes, values, tokens, s);
-    } else {
-        launch_draft_topk<BFloat16>(logits, d2t, cu_nodes, values, tokens, s);
+    if (s.batch < 0) {
+        launch_type<false>(logits, d2t, cu_nodes, values, tokens, s, CouplingInputs{});
+        return;
     }
+    const CouplingInputs inputs{cptr<float>(temperature), cptr<int64_t>(seed), cptr<int32_t>(prefix_len), cptr<int32_t>(active),
+                                static_cast<int>(s.batch), static_cast<int>(s.each), static_cast<int>(level),
+                                static_cast<float>(sharpness)};
+    launch_type<true>(logits, d2t, cu_nodes, values, tokens, s, inputs);
 }
 
 }  // namespace

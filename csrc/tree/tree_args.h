@@ -5,17 +5,20 @@
 
 #include "common/check.h"
 #include "common/types.h"
+#include "algo/coupling.h"
 #include "algo/tree.h"
 
 namespace fv {
 
 struct DraftTopkSizes {
     int64_t rows, n, k;
+    int64_t batch, each;  // coupled: requests, and rows of each; batch -1: not coupled
 };
 
 inline DraftTopkSizes check_draft_topk(
-    const Tensor& logits, const OptTensor& d2t, const OptTensor& cu_nodes, const Tensor& values,
-    const Tensor& tokens) {
+    const Tensor& logits, const OptTensor& d2t, const OptTensor& cu_nodes, const OptTensor& temperature,
+    const OptTensor& seed, const OptTensor& prefix_len, const OptTensor& active, const Tensor& values, const Tensor& tokens,
+    int64_t level, double sharpness) {
     constexpr const char* kOp = "draft_topk";
     check_tensor(kOp, "logits", logits, {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAny, kAny},
                  logits, true);
@@ -31,7 +34,27 @@ inline DraftTopkSizes check_draft_topk(
     check_optional(kOp, "cu_nodes", cu_nodes, {ScalarType::Int}, {kAny}, logits);
     FV_CHECK(!cu_nodes || cu_nodes->size(0) >= 1, kOp, ": cu_nodes must be int32 [B+1]; got ", describe(*cu_nodes),
              ". Fix: pass prefix sums that start with 0, or None.");
-    return {rows, n, k};
+    if (!temperature) {
+        FV_CHECK(!seed && !prefix_len && !active, kOp,
+                 ": seed, prefix_len and active must be given with temperature, or not at all; got no temperature. "
+                 "Fix: pass all four for coupled rows, none otherwise.");
+        return {rows, n, k, -1, 0};
+    }
+    FV_CHECK(seed && prefix_len && active, kOp,
+             ": temperature must come with seed, prefix_len and active; got it without. "
+             "Fix: pass all four for coupled rows, none otherwise.");
+    check_tensor(kOp, "temperature", *temperature, {ScalarType::Float}, {kAny}, logits);
+    const int64_t batch = temperature->size(0);
+    check_optional(kOp, "seed", seed, {ScalarType::Long}, {batch}, logits);
+    check_optional(kOp, "prefix_len", prefix_len, {ScalarType::Int}, {batch}, logits);
+    check_optional(kOp, "active", active, {ScalarType::Int}, {batch}, logits);
+    FV_CHECK(batch == 0 ? rows == 0 : rows % batch == 0, kOp, ": logits must be a multiple of the batch of ", batch,
+             " rows; got ", rows, ". Fix: pass one row per request at level 0 and k rows later.");
+    FV_CHECK(level >= 0 && level < kMaxNodes, kOp, ": level must be in 0..", kMaxNodes - 1, "; got ", level,
+             ". Fix: count draft levels from 0.");
+    FV_CHECK(sharpness > 0 && sharpness <= kMaxSharpness, kOp, ": sharpness must be above 0 and at most ", kMaxSharpness,
+             "; got ", sharpness, ". Fix: leave it out.");
+    return {rows, n, k, batch, batch == 0 ? 0 : rows / batch};
 }
 
 struct GrowTreeSizes {

@@ -128,7 +128,8 @@ def _run(args: argparse.Namespace) -> int:
         from harness import write_rows
     counts = bench_run.expected(root / "results", "cpu" if on_cpu else "cuda")
     with out.progress("benchmarks", 1000) as update:
-        for outcome in bench_run.run(wanted, flags, lambda share, text: update(int(1000 * share), text=text), args.quick, args.limit, counts):
+        for outcome in bench_run.run(wanted, flags, lambda share, text: update(int(1000 * share), text=text), args.quick, args.limit, counts,
+                                     ahead=not on_cpu):
             rows += outcome.rows
             if args.out and outcome.rows:  # at once: a run that is cut short keeps what it has
                 stored = write_rows(args.out, outcome.rows)

@@ -5,9 +5,9 @@ from typing import NamedTuple, Optional
 from .bench_tables import figure, key, shape_text
 
 SAME, FASTER, SLOWER, UNCLEAR = "SAME", "FASTER", "SLOWER", "UNCLEAR"
-TOLERANCE = 0.05  # medians of one kernel differ by this much between two runs: clocks, memory layout
+TOLERANCE = 0.03  # medians of one kernel differ by up to this between two runs (clocks, where its memory lies); a slowdown of 5 % must show
 NOISY = 0.15      # (p80 - p20) / median from which overlapping rows say nothing
-GRAIN_US = 0.1    # differences below this are the resolution of events, whatever their ratio
+GRAIN_US = 0.05   # differences below this are the resolution of events (0.5 us over 50 calls, and the gap of a graph node), whatever their ratio
 
 
 class Verdict(NamedTuple):

@@ -6,6 +6,7 @@ from .bench_tables import by_op, shape_text
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MARKERS = "osD^vP*X"
+MOST_PANELS = 4
 
 
 def need_matplotlib(command: str):
@@ -46,26 +47,43 @@ def caption(rows: list) -> str:
     return f"{first['device']}, {first['date'][:10]}, torch {first['versions'].get('torch', '?')}"
 
 
+def panels_of(rows: list) -> list:
+    """[(title, rows)]: a panel per value of the first axis that is a name (a law, a kind), else one of all."""
+    for axis in dict.fromkeys(a for r in rows for a in r["shape"]):
+        values = list(dict.fromkeys(r["shape"].get(axis) for r in rows))
+        if 1 < len(values) <= MOST_PANELS and all(isinstance(v, str) for v in values):
+            return [(f"{axis}: {v}", [r for r in rows if r["shape"][axis] == v]) for v in values]
+    return [("", rows)]
+
+
+def plain_numbers(plt, *axes) -> None:
+    for one in axes:
+        one.set_major_formatter(plt.FuncFormatter(lambda v, _: f"{v:g}"))
+
+
 def roofline(plt, op: str, rows: list):
     """Time against bytes: a point per shape and provider; the floor is bytes over copy bandwidth, and never below an empty node."""
-    figure, axis = plt.subplots(figsize=(8, 5))
-    providers = list(dict.fromkeys(r["provider"] for r in rows))
-    for i, provider in enumerate(providers):
-        mine = sorted((r for r in rows if r["provider"] == provider and r["bytes"]), key=lambda r: r["bytes"])
-        if mine:
-            axis.errorbar([r["bytes"] / 1e6 for r in mine], [r["median_us"] for r in mine],
-                          yerr=[[r["median_us"] - r["p20_us"] for r in mine], [r["p80_us"] - r["median_us"] for r in mine]],
-                          fmt=MARKERS[i % len(MARKERS)], markersize=5, capsize=2, linestyle="none", label=provider)
     sized = [r for r in rows if r["bytes"]]
+    panels, providers = panels_of(sized), list(dict.fromkeys(r["provider"] for r in sized))
+    figure, grid = plt.subplots(1, len(panels), figsize=(max(8, 4.5 * len(panels)), 5), sharex=True, sharey=True, squeeze=False)
     low, high = min(r["bytes"] for r in sized) / 1.5, max(r["bytes"] for r in sized) * 1.5
     speed, empty = sized[0]["copy_gb_s"], sized[0]["empty_us"]
     points = [low * (high / low) ** (i / 60) for i in range(61)]
-    axis.plot([b / 1e6 for b in points], [max(b / (speed * 1e3), empty) for b in points], color="black", linewidth=1,
-              label=f"floor: {speed:.0f} GB/s (copy), {empty:.2f} us (empty)")
-    axis.set_xscale("log"), axis.set_yscale("log")
-    axis.set_xlabel("bytes that a call must move (MB)"), axis.set_ylabel("us per call, median (bars: p20 to p80)")
-    axis.set_title(f"{op}\n{caption(rows)}", fontsize=10)
-    axis.grid(True, which="both", alpha=0.25), axis.legend(fontsize=8)
+    for axis, (title, shown) in zip(grid[0], panels):
+        for i, provider in enumerate(providers):
+            mine = sorted((r for r in shown if r["provider"] == provider), key=lambda r: r["bytes"])
+            axis.errorbar([r["bytes"] / 1e6 for r in mine], [r["median_us"] for r in mine],
+                          yerr=[[r["median_us"] - r["p20_us"] for r in mine], [r["p80_us"] - r["median_us"] for r in mine]],
+                          fmt=MARKERS[i % len(MARKERS)], color=f"C{i}", markersize=5, capsize=2, linestyle="none", label=provider)
+        axis.plot([b / 1e6 for b in points], [max(b / (speed * 1e3), empty) for b in points], color="black", linewidth=1,
+                  label=f"floor: {speed:.0f} GB/s (copy), {empty:.2f} us (empty)")
+        axis.set_xscale("log"), axis.set_yscale("log"), axis.set_title(title, fontsize=9)
+        axis.set_xlabel("bytes that a call must move (MB)"), axis.grid(True, which="both", alpha=0.25)
+        plain_numbers(plt, axis.xaxis, axis.yaxis)
+    grid[0][0].set_ylabel("us per call, median (bars: p20 to p80)")
+    figure.suptitle(f"{op}\n{caption(rows)}", fontsize=10, y=1.0 if len(panels) == 1 else 1.03)
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="upper left", bbox_to_anchor=(0.91, 0.88))
     return figure
 
 
@@ -97,15 +115,15 @@ def against_size(plt, op: str, rows: list):
     """All-reduce latency against message size, a line per transport and number of ranks."""
     figure, axis = plt.subplots(figsize=(8, 5))
     size = lambda r: r["shape"]["rows"] * r["shape"]["H"] * ITEM_BYTES.get(r["dtype"], 2)  # noqa: E731
-    for i, line in enumerate(dict.fromkeys((r["provider"], r["shape"]["W"]) for r in rows)):
-        mine = sorted((r for r in rows if (r["provider"], r["shape"]["W"]) == line), key=size)
+    line_of = lambda r: (r["provider"], r["shape"]["W"], "--same-gpu" in r["command"])  # noqa: E731
+    for i, line in enumerate(dict.fromkeys(map(line_of, rows))):
+        mine = sorted((r for r in rows if line_of(r) == line), key=size)
         axis.errorbar([size(r) / 1024 for r in mine], [r["median_us"] for r in mine],
                       yerr=[[r["median_us"] - r["p20_us"] for r in mine], [r["p80_us"] - r["median_us"] for r in mine]],
-                      marker=MARKERS[i % len(MARKERS)], markersize=4, capsize=2, label=f"{line[0]}, {line[1]} ranks")
+                      marker=MARKERS[i % len(MARKERS)], markersize=4, capsize=2, label=f"{line[0]}, {line[1]} ranks" + ", one GPU" * line[2])
     axis.set_xscale("log", base=2), axis.set_yscale("log")
-    for one in (axis.xaxis, axis.yaxis):
-        one.set_major_formatter(plt.FuncFormatter(lambda v, _: f"{v:g}"))
+    plain_numbers(plt, axis.xaxis, axis.yaxis)
     axis.set_xlabel("message of one rank (KiB)"), axis.set_ylabel("us per call, median (bars: p20 to p80)")
     axis.set_title(f"{op}\n{caption(rows)}", fontsize=10)
-    axis.grid(True, which="both", alpha=0.25), axis.legend(fontsize=8)
+    axis.grid(True, which="both", alpha=0.25), axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     return figure

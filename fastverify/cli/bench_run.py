@@ -122,49 +122,82 @@ class Outcome:
 
 
 def run(chosen_scripts: list, flags: list, progress: Callable, quick: bool = False, limit: Optional[float] = None,
-        counts: Optional[dict] = None) -> Iterator[Outcome]:
-    """Runs the scripts in turn. progress(share done in 0..1, text). limit: seconds per script."""
+        counts: Optional[dict] = None, ahead: bool = False) -> Iterator[Outcome]:
+    """Runs the scripts in turn. progress(share done in 0..1, text). limit: seconds per script.
+
+    ahead: the next script's process imports torch while this one measures, and waits for its turn (on a CPU it would disturb it).
+    """
     counts = counts or {}
     weights = [counts.get(s.op, UNKNOWN_ROWS) for s in chosen_scripts]
     total, before = sum(weights) or 1, 0
-    for script, weight in zip(chosen_scripts, weights):
-        def update(rows: int) -> None:
-            progress((before + min(rows, weight)) / total, script.op)  # noqa: B023 (called in this turn)
-        update(0)
-        yield _one(script, [*flags, *script.flags, *(["--quick"] if quick else [])], update, limit)
-        before += weight
+    waiting: dict = {}
+    start = lambda script, wait: _Process(script, [*flags, *script.flags, *(["--quick"] if quick else [])], wait)  # noqa: E731
+    try:
+        for i, (script, weight) in enumerate(zip(chosen_scripts, weights)):
+            def update(rows: int) -> None:
+                progress((before + min(rows, weight)) / total, script.op)  # noqa: B023 (called in this turn)
+            update(0)
+            process = waiting.pop(i, None) or start(script, False)
+            process.go()
+            if ahead and i + 1 < len(chosen_scripts) and chosen_scripts[i + 1].stage != "comm":  # its ranks are processes of their own
+                waiting[i + 1] = start(chosen_scripts[i + 1], True)
+            yield process.outcome(update, limit)
+            before += weight
+    finally:
+        for process in waiting.values():
+            process.stop()
     progress(1.0, "done")
 
 
-def _one(script: Script, flags: list, update: Callable, limit: Optional[float]) -> Outcome:
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as place:
-        out, log = Path(place) / "rows", Path(place) / "log"
+class _Process:
+    """One script, started. wait: it measures nothing before go()."""
+
+    def __init__(self, script: Script, flags: list, wait: bool) -> None:
+        self.script, self.wait = script, wait
+        self.place = tempfile.TemporaryDirectory()
+        self.out, self.log = Path(self.place.name) / "rows", Path(self.place.name) / "log"
         package = str(Path(__file__).resolve().parents[2])  # this fastverify, not an unbuilt source tree beside the scripts
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([package, *(os.path.abspath(p) for p in sys.path if p)])}
-        with open(log, "w") as stream:
-            process = subprocess.Popen([sys.executable, str(script.path), "--out", str(out), *flags], stdout=stream, stderr=subprocess.STDOUT,
-                                       env=environment, cwd=script.path.parents[2])
-            status = None
-            try:
-                while status is None:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        status = process.wait(0.3)
-                    update(_count(out))
-                    if status is None and limit is not None and time.monotonic() - start > limit:
-                        process.kill()
-                        process.wait()
-                        status = 124
-            except BaseException:
-                process.kill()
-                process.wait()
-                raise
-        files = sorted(out.glob("*.json")) if out.is_dir() else []
-        rows = [r for f in files for r in read_rows("bench", str(f))]
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        with open(self.log, "w") as stream:
+            self.process = subprocess.Popen([sys.executable, str(script.path), "--out", str(self.out), *flags, *(["--wait"] if wait else [])],
+                                            stdin=subprocess.PIPE if wait else subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
+                                            env=environment, cwd=script.path.parents[2])
+
+    def go(self) -> None:
+        self.begun = time.monotonic()
+        if self.wait:
+            with contextlib.suppress(BrokenPipeError):  # it has failed already: outcome() says so
+                self.process.stdin.write(b"\n")
+                self.process.stdin.close()
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdin:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+        self.place.cleanup()
+
+    def outcome(self, update: Callable, limit: Optional[float]) -> Outcome:
+        """Waits for the end."""
+        status = None
+        try:
+            while status is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = self.process.wait(0.3)
+                update(_count(self.out))
+                if status is None and limit is not None and time.monotonic() - self.begun > limit:
+                    self.process.kill()
+                    self.process.wait()
+                    status = 124
+            files = sorted(self.out.glob("*.json")) if self.out.is_dir() else []
+            rows = [r for f in files for r in read_rows("bench", str(f))]
+            lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        finally:
+            self.stop()
         error = "" if status in (0, 1) and rows else (f"stopped after {limit:g} s" if status == 124 else
                                                      (lines[-1] if lines else f"exit code {status}"))
-        return Outcome(script, rows, time.monotonic() - start, status, error)
+        return Outcome(self.script, rows, time.monotonic() - self.begun, status, error)
 
 
 def _count(out: Path) -> int:

@@ -24,15 +24,16 @@ def run(args: argparse.Namespace) -> int:
     _ops.get("probe")  # raises, in words, when the library is not there
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     counts = dict.fromkeys(("OK", "FAIL", "SKIP"), 0)
+    width = max(map(len, _ops._NAMES))
     for device in devices:
         for op in sorted(_ops._NAMES):
             state, detail = check_op(check_cases, op, device, args.seed)
             counts[state] += 1
             style = {"OK": "green", "FAIL": "bold red", "SKIP": "yellow"}[state]
-            out.line(f"{state:4}  {device:4}  {op:21}  {detail}", style=style)
+            out.line(f"{state:4}  {device:4}  {op.ljust(width)}  {detail}", style=style)
     if "cuda" not in devices:
         counts["SKIP"] += 1
-        out.line("SKIP  cuda  every op               torch sees no CUDA GPU", style="yellow")
+        out.line(f"SKIP  cuda  {'every op'.ljust(width)}  torch sees no CUDA GPU", style="yellow")
     out.line(f"{counts['OK']} ok, {counts['FAIL']} failed, {counts['SKIP']} skipped")
     return 1 if counts["FAIL"] else 0
 
@@ -50,4 +51,4 @@ def check_op(cases, op: str, device: str, seed: int) -> tuple:
         n = cases.CHECKS[op](device, torch.Generator().manual_seed(seed))
     except Exception as exc:  # whatever goes wrong in one op, the others are still checked
         return "FAIL", " ".join(str(exc).split())[:200] or type(exc).__name__
-    return "OK", f"{n} cases"
+    return "OK", f"{n} case{'s' * (n != 1)}"

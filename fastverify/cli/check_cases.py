@@ -99,7 +99,10 @@ def draft_topk(device: str, rng) -> int:
         case = dict(logits=4 * torch.randn(rows, vocab, generator=rng), d2t=ints(0, 4, rng, vocab).cumsum(0),
                     values=torch.full((rows, k), math.nan), tokens=torch.full((rows, k), SENTINEL, dtype=I32))
         same(call("draft_topk", device, case), call("draft_topk", "reference", case), dict(values=1e-5))
-    return len(sizes)
+    coupled = dict(case, temperature=torch.tensor([0.8, 0.0, 1.5, 0.6, 1.0]), seed=ints(0, 2**30, rng, 5).long(),
+                   prefix_len=ints(0, 999, rng, 5).to(I32), active=torch.tensor([1, 1, 0, 1, 1], dtype=I32), level=2, sharpness=0.9)
+    same(call("draft_topk", device, coupled), call("draft_topk", "reference", coupled), dict(values=1e-4))
+    return len(sizes) + 1
 
 
 @check("grow_tree")

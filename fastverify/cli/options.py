@@ -37,6 +37,8 @@ def add_model(parser: argparse.ArgumentParser, several_drafts: bool = False) -> 
                    help="of weights and KV cache (default: float32)")
     g.add_argument("--exact", action="store_true",
                    help="the text with speculation is the text without, bit for bit, in bfloat16 too (slower)")
+    g.add_argument("--coupled", default="auto", choices=("auto", "off"),
+                   help="auto: at a temperature, an EAGLE-3 draft shares the sampler's noise (same text, accepted further); off: it does not")
     g.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
 
 

@@ -37,6 +37,7 @@ class Session:
     device: torch.device
     notes: list
     exact: bool = False
+    coupled: bool = True
 
     def decoder(self, tree: str) -> Decoder:
         """A decoder for one shape name; an n-gram drafter drafts as many nodes as the shape holds."""
@@ -46,10 +47,10 @@ class Session:
             draft = NgramDrafter(num_draft=parse_shape(tree).nodes - 1, num_matches=matches)
         captured = self.device.type == "cuda" and self.target.comm is None and _ops.has_kernel("next_inputs", "cuda")
         if (captured or self.exact) and not isinstance(draft, NgramDrafter):
-            return GraphDecoder(self.target, draft, tree=tree, exact=self.exact)
+            return GraphDecoder(self.target, draft, tree=tree, exact=self.exact, coupled=self.coupled)
         if self.exact:
             raise ValueError("exact: the drafter must be an EAGLE-3 draft or none; got n-gram lookup. Fix: leave --exact out.")
-        return Decoder(self.target, draft, tree=tree)
+        return Decoder(self.target, draft, tree=tree, coupled=self.coupled)
 
     def with_draft(self, given: Optional[str]) -> "Session":
         """The same target with another drafter (PATH, "ngram", "none", or None: the shipped one where it fits)."""
@@ -87,7 +88,8 @@ def open_session(command: str, args: argparse.Namespace, out: Output, with_token
         tokenizer = load_tokenizer(path) if with_tokenizer else None
         target = load_target(path, dtype, device)
         draft, name = _draft(args.draft, target, dtype, device, notes) if drafts else (None, "none")
-    return Session(target, draft, tokenizer, str(path), name, device, notes, getattr(args, "exact", False))
+    return Session(target, draft, tokenizer, str(path), name, device, notes, getattr(args, "exact", False),
+                   getattr(args, "coupled", "auto") == "auto")
 
 
 def _target_path(command: str, given: Optional[str]) -> Path:

@@ -60,7 +60,7 @@ class LoopState:
                      torch.zeros(batch * PAIRS + 1, width, dtype=target.dtype, device=device),
                      torch.zeros(batch * PAIRS + 1, dtype=torch.int32, device=device), z())
         return cls(requests, target.make_cache(num_pages, page_size), draft.make_cache(num_pages, page_size) if draft else None,
-                   *pairs, Ring(batch, max_path, device))
+                   *pairs, Ring(batch, max_path, device, slots=16 + batch))  # a record per admitted request, and cycles
 
     def tensors(self) -> list:
         """Everything a cycle changes, the caches aside."""
@@ -74,12 +74,14 @@ class Cycle:
     """The cycle of one shape over the first `batch` slots. `processors`: penalties and bias are applied.
 
     hook  hook(logits [R, V], plan) may change the logits before acceptance (imposed acceptance of timing runs)
+    coupled sampled requests are drafted with the noise of their own tokens (docs/algorithm.md)
     exact the target's logits of a node do not depend on the tree and the batch around it: see docs/decode_loop.md
     """
 
     def __init__(self, target, draft, state: LoopState, shape: Shape, batch: int, *, processors: bool = False,
-                 hook: Optional[Callable] = None, exact: bool = False) -> None:
+                 hook: Optional[Callable] = None, exact: bool = False, coupled: bool = True) -> None:
         self.target, self.draft, self.shape, self.state, self.hook, self.exact = target, draft, shape, state, hook, exact
+        self.coupled = coupled
         self.aux_layers = tuple(draft.config.aux_layers) if draft is not None else ()
         grown = shape.speculative
         self.plan = VerifyPlan(batch, shape.nodes, min(shape.nodes, shape.levels + 1) if grown else 1,
@@ -104,7 +106,8 @@ class Cycle:
         req, plan = self.req, self.plan
         if self.shape.speculative:
             grow.draft_tree(self.draft, self.state.draft_cache, self._ranked(), req.root, req.prefix_len, req.active,
-                            req.page_table, plan.grow, self.shape.levels, self.shape.nodes, self.target.config.vocab_size)
+                            req.page_table, plan.grow, self.shape.levels, self.shape.nodes, self.target.config.vocab_size,
+                            req.coupling() if self.coupled else None)
         else:
             build_tree(*plan.no_pool, req.root, req.prefix_len, req.active, 1, self.target.config.vocab_size, plan.tree)
         return target_forward(self.target, self.state.cache, plan, req, self.page_size, self.aux_layers, self.exact)

@@ -61,11 +61,13 @@ class Decoder:
 
     target  LlamaModel (load_target); draft: Eagle3Draft (load_draft), NgramDrafter or None (no speculation)
     tree    "auto", "off", "chain-K", "tree-N" (shapes.py)
+    coupled runs at a temperature draft with the noise that their own tokens are drawn with: the same text, accepted further
     """
 
     interleaves = True  # two runs may advance side by side without touching each other's times
 
-    def __init__(self, target, draft=None, *, tree: str = "auto", page_size: int = 16, prefill_chunk: int = 512) -> None:
+    def __init__(self, target, draft=None, *, tree: str = "auto", page_size: int = 16, prefill_chunk: int = 512,
+                 coupled: bool = True) -> None:
         named = None if tree == "auto" else parse_shape(tree)
         for name, value in (("page_size", page_size), ("prefill_chunk", prefill_chunk)):
             if value < 1:
@@ -73,7 +75,7 @@ class Decoder:
         if named == OFF:
             draft = None
         self.target, self.draft = target, draft
-        self.page_size, self.prefill_chunk = page_size, prefill_chunk
+        self.page_size, self.prefill_chunk, self.coupled = page_size, prefill_chunk, coupled
         self.eagle = draft is not None and not isinstance(draft, NgramDrafter)
         self.aux_layers = tuple(draft.config.aux_layers) if self.eagle else ()
         self.tree = tree
@@ -216,6 +218,7 @@ class _Run:
                                                params.min_p, params.seed), device,
                                  stop_ids=torch.tensor(stops, dtype=torch.int64, device=device) if stops else None)
         self._add_processors(params, len(prompts), device)
+        self.coupling = self.req.coupling() if decoder.coupled and params.temperature > 0 else None
         num_pages = self.req.page_table.numel()
         self.cache = self.target.make_cache(num_pages, decoder.page_size)
         self.draft_cache = self.draft.make_cache(num_pages, decoder.page_size) if decoder.eagle else None
@@ -317,7 +320,7 @@ class _Run:
             if self.pending.rounds:
                 self._catch_up()
             grow.draft_tree(self.draft, self.draft_cache, self.last_hidden, req.root, req.prefix_len, req.active,
-                            req.page_table, plan.grow, shape.levels, shape.nodes, vocab)
+                            req.page_table, plan.grow, shape.levels, shape.nodes, vocab, self.coupling)
 
     def _extend(self, plan: VerifyPlan, shape: Shape) -> None:
         """The emitted tokens and the target's features of their rows are the draft's new true pairs."""

@@ -23,8 +23,9 @@ class GraphDecoder(Decoder):
 
     interleaves = False  # two runs side by side would wait for each other's cycles
 
-    def __init__(self, target, draft=None, *, tree: str = "auto", page_size: int = 16, prefill_chunk: int = 512, **options) -> None:
-        super().__init__(target, draft, tree=tree, page_size=page_size, prefill_chunk=prefill_chunk)
+    def __init__(self, target, draft=None, *, tree: str = "auto", page_size: int = 16, prefill_chunk: int = 512, coupled: bool = True,
+                 **options) -> None:
+        super().__init__(target, draft, tree=tree, page_size=page_size, prefill_chunk=prefill_chunk, coupled=coupled)
         if target.comm is not None or (self.draft is not None and not self.eagle):
             raise ValueError("GraphDecoder: the target must be whole and the drafter EAGLE-3 or None; got a sharded target or an n-gram "
                              "drafter. Fix: use Decoder.")
@@ -33,15 +34,15 @@ class GraphDecoder(Decoder):
         self.options = options
         self._loops: dict = {}  # batch -> GraphLoop
 
-    def loop(self, batch: int, length: int) -> GraphLoop:
-        """The loop for `batch` requests of at most `length` positions each."""
-        have = self._loops.get(batch)
-        if have is None or have.max_length < length:
+    def loop(self, batch: int, length: int, sampled: bool = False) -> GraphLoop:
+        """The loop for `batch` requests of at most `length` positions each. Its cycles are coupled from the first sampled run on."""
+        have, coupled = self._loops.get(batch), sampled and self.coupled
+        if have is None or have.max_length < length or (coupled and not have.coupled):
             self._loops.pop(batch, None)
             wanted = min(-(-length // _ROUND) * _ROUND, self.limit - max(s.columns for s in self.shapes) - 1)
             self._loops[batch] = GraphLoop(
                 self.target, self.draft, shapes=self.shapes, max_batch=batch, max_length=max(length, wanted), page_size=self.page_size,
-                prefill_chunk=self.prefill_chunk, **self.options)
+                prefill_chunk=self.prefill_chunk, coupled=coupled or (have is not None and have.coupled), **self.options)
         return self._loops[batch]
 
     def controller(self, batch: int) -> Optional[Controller]:
@@ -64,7 +65,7 @@ class GraphDecoder(Decoder):
         config = self.target.config
         check_prompts(prompts, max_new_tokens, max(s.columns for s in self.shapes) + 1, config.vocab_size, self.limit)
         check_sampling(sampling, config.vocab_size)
-        loop = self.loop(len(prompts), max(len(p) for p in prompts) + max_new_tokens)
+        loop = self.loop(len(prompts), max(len(p) for p in prompts) + max_new_tokens, sampling.temperature > 0)
         loop.reset()
         loop.set_stop_ids(list(config.eos_ids) if stop_ids is None else list(stop_ids))
         loop.stats = stats = Stats()

@@ -40,20 +40,22 @@ class GraphLoop:
     grammar     grammar(job, drafted) -> int32 [ceil(V/32)] of allowed ids (bit 1 = allowed), or None for all, where `drafted` are the
                 tokens drafted behind job.tokens (and the prompt). The cycle is then two graphs with this host step between,
                 without run-ahead; stats.host_steps counts them
+    coupled     sampled requests are drafted with the noise of their own tokens; greedy ones are left alone. False: no request is
     exact       text with speculation = text without, bit for bit, whatever the batch (slower; docs/decode_loop.md)
     """
 
     def __init__(self, target, draft=None, *, shapes: tuple = (OFF,), max_batch: int = 1, max_length: int = 2048,
                  num_pages: Optional[int] = None, page_size: int = 16, prefill_chunk: int = 512, run_ahead: int = 2,
                  stop_ids: Optional[list] = None, capture: Optional[bool] = None, hook: Optional[Callable] = None,
-                 calibration_length: int = 256, exact: bool = False, grammar: Optional[Callable] = None) -> None:
+                 calibration_length: int = 256, exact: bool = False, grammar: Optional[Callable] = None,
+                 coupled: bool = True) -> None:
         if exact and not target.exact_fits():
             raise ValueError("GraphLoop: exact must have a whole target whose matrices are multiples of 16 x 32, bfloat16 on a GPU; got "
                              f"{target.dtype} on {target.device}. Fix: leave exact off.")
         if any(s.speculative for s in shapes) and draft is None:
             raise ValueError("GraphLoop: draft must be an EAGLE-3 draft for shapes other than off; got None. Fix: pass shapes=(OFF,).")
         self.target, self.draft, self.shapes, self.hook = target, draft, tuple(shapes), hook
-        self.exact, self.grammar = exact, grammar
+        self.exact, self.grammar, self.coupled = exact, grammar, coupled
         self.device, self.prefill_chunk = target.device, prefill_chunk
         self.run_ahead = run_ahead if target.comm is None else 0
         self.capture = self.device.type == "cuda" if capture is None else capture
@@ -267,7 +269,7 @@ class GraphLoop:
         if processors:
             self._make_processors()
         cycle = Cycle(self.target, self.draft, self.state, shape, batch, processors=processors, hook=self.hook,
-                      exact=self.exact)
+                      exact=self.exact, coupled=self.coupled)
         if not self.capture and len(self.shapes) == 1:  # nothing to choose from: nothing to measure
             self._cycles[key] = cycle
             return cycle

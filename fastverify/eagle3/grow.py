@@ -11,12 +11,12 @@ One phase for a batch of requests, all on the device (no value is read on the ho
 are overwritten by the next extend: after acceptance the true pairs take their place. A chain is k = 1.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 
 from ..models.batch import ForwardBatch, KVCache
-from ..tree import DraftState, Prepared, Tree, build_tree, draft_topk, grow_tree, prepare_tree
+from ..tree import Coupling, DraftState, Prepared, Tree, build_tree, draft_topk, grow_tree, prepare_tree
 from .draft import Eagle3Draft
 
 
@@ -59,15 +59,16 @@ def extend(draft: Eagle3Draft, cache: KVCache, batch: ForwardBatch, aux: torch.T
 
 
 def grow_levels(draft: Eagle3Draft, cache: KVCache, last_hidden: torch.Tensor, prefix_len: torch.Tensor, active: torch.Tensor,
-                page_table: torch.Tensor, buffers: GrowBuffers, levels: int) -> DraftState:
+                page_table: torch.Tensor, buffers: GrowBuffers, levels: int, coupling: Optional[Coupling] = None) -> DraftState:
     """Fills the pool of `buffers.state` with `levels` levels of candidates; levels - 1 draft forwards.
 
     last_hidden  [B, H] of extend
     prefix_len   int32 [B]: pairs in the draft's cache (also the target's committed tokens, which position the verify tree)
     page_table   int32 [B, P]: must reach prefix_len + (levels - 1) * k tokens
+    coupling     children are ranked with the noise that the target's tokens will be drawn with (sampled requests)
     """
     state, k = buffers.state, buffers.first[0].size(1)
-    draft_topk(draft.logits(last_hidden), d2t=draft.d2t, values=buffers.first[0], tokens=buffers.first[1])
+    draft_topk(draft.logits(last_hidden), d2t=draft.d2t, values=buffers.first[0], tokens=buffers.first[1], coupling=coupling)
     grow_tree(*buffers.first, last_hidden, prefix_len, active, state, 0)
     for level in range(1, levels):
         row_base = (level - 1) * k
@@ -75,19 +76,20 @@ def grow_levels(draft: Eagle3Draft, cache: KVCache, last_hidden: torch.Tensor, p
         batch = ForwardBatch(state.next_tokens, state.next_positions, buffers.prepared.slots, state.cu_nodes, prefix_len,
                              page_table, state.mask, row_base, buffers.prepared.schedule)
         h2 = draft.forward(batch, state.next_hidden, cache)
-        draft_topk(draft.logits(h2), d2t=draft.d2t, cu_nodes=state.cu_nodes, values=buffers.beam[0], tokens=buffers.beam[1])
+        draft_topk(draft.logits(h2), d2t=draft.d2t, cu_nodes=state.cu_nodes, values=buffers.beam[0], tokens=buffers.beam[1],
+                   coupling=coupling, level=level)
         grow_tree(*buffers.beam, h2, prefix_len, active, state, level)
     return state
 
 
 def draft_tree(draft: Eagle3Draft, cache: KVCache, last_hidden: torch.Tensor, root_tokens: torch.Tensor,
                prefix_len: torch.Tensor, active: torch.Tensor, page_table: torch.Tensor, buffers: GrowBuffers, levels: int,
-               num_nodes: int, vocab_size: int) -> Tree:
+               num_nodes: int, vocab_size: int, coupling: Optional[Coupling] = None) -> Tree:
     """grow_levels, then the verify tree of the root and the num_nodes - 1 best drafted nodes. Returns buffers.tree.
 
     root_tokens  int32|int64 [B]: the last emitted token of each request, the token of its last pair
     vocab_size   the target's: drafted ids outside it are clamped and flagged
     """
-    s = grow_levels(draft, cache, last_hidden, prefix_len, active, page_table, buffers, levels)
+    s = grow_levels(draft, cache, last_hidden, prefix_len, active, page_table, buffers, levels, coupling)
     return build_tree(s.pool_scores, s.pool_tokens, s.pool_parents, root_tokens, prefix_len, active, num_nodes, vocab_size,
                       buffers.tree)

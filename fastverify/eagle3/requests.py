@@ -6,6 +6,7 @@ from typing import Optional
 import torch
 
 from ..accept.verify_tree import Sampling
+from ..tree import Coupling
 
 
 @dataclass
@@ -36,6 +37,10 @@ class Requests:
         z = lambda: torch.zeros(batch, dtype=torch.int32, device=device)  # noqa: E731
         table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
         return cls(z(), z(), z(), z() + 1, z() + max_new_tokens, table, sampling, **kw)
+
+    def coupling(self) -> Coupling:
+        """The noise of these requests' sampled tokens, for drafts that share it."""
+        return Coupling(self.sampling.temperature, self.sampling.seed, self.prefix_len, self.active)
 
     def row(self, b: int) -> "Requests":
         """Views of request b alone."""

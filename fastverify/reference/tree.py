@@ -6,6 +6,8 @@ from typing import Optional
 
 import torch
 
+from .noise import gumbel
+
 __all__ = ["draft_topk", "grow_tree", "build_tree", "prepare_tree"]
 
 BAD_TREE = 1 << 2   # kFlagBadTree of csrc/common/types.h
@@ -14,14 +16,25 @@ MIN_CHUNK, CHUNK_STEP, TARGET_UNITS = 256, 64, 264  # csrc/algo/schedule.h
 MAX_KV = 2**31 - 64
 
 
-def draft_topk(logits, d2t, cu_nodes, values, tokens) -> None:
+def draft_topk(logits, d2t, cu_nodes, temperature, seed, prefix_len, active, values, tokens, level=0, sharpness=1.0) -> None:
     """Top k log-probabilities of each row, descending; equal logits: lower draft id first. NaN, +inf count as -inf."""
     rows, k = values.shape
     valid = rows if cu_nodes is None else min(max(int(cu_nodes[-1]), 0), rows)
     values.zero_()
     tokens.zero_()
-    x = logits[:valid].double()
+    x = logits.double()
     x = torch.where(torch.isfinite(x), x, -math.inf)
+    if temperature is not None:
+        requests = [b for b in range(active.numel()) if int(active[b]) != 0]
+        each = rows // active.numel() if rows else 0
+        valid = min(valid, len(requests) * each)
+        ids = torch.arange(x.size(1)) + (0 if d2t is None else d2t.cpu())
+        for r in range(valid):
+            b = requests[r // each]
+            if 0 < float(temperature[b]) < math.inf:
+                noise = torch.from_numpy(gumbel(ids.numpy(), int(prefix_len[b]) + level + 1, int(seed[b])))
+                x[r] = sharpness * (x[r] / float(temperature[b]) + noise.to(x.device))
+    x = x[:valid]
     order = torch.sort(x, dim=1, descending=True, stable=True).indices[:, :k]
     logprobs = torch.log_softmax(x, dim=1).gather(1, order)  # a row of -inf gives NaN: every value is -inf there
     values[:valid] = torch.where(torch.isnan(logprobs), -math.inf, logprobs).float()

@@ -45,5 +45,29 @@ def test_newest_gpu_file_wins_and_others_are_ignored(gpu_tables, tmp_path):
     write(tmp_path, "nvidia-a-2026-01-03.json", [row("new", 1.0, dict(B=1))])
     write(tmp_path, "cpu-2026-01-04.json", [row("cpu", 1.0, dict(B=1), device_type="cpu")])
     (tmp_path / "cpu-evaluate-auto-2026-01-05.json").write_text('{"environment": {}, "rows": [{"set": "qa"}]}')
+    assert gpu_tables.newest(tmp_path, "op")[0] == "nvidia-x-2026-01-02.json", "by the date of rows"
+    write(tmp_path, "nvidia-a-2026-01-03.json", [row("new", 1.0, dict(B=1), date="2026-01-03T00:00:00+00:00")])
     assert gpu_tables.newest(tmp_path, "op")[0] == "nvidia-a-2026-01-03.json"
     assert gpu_tables.gpu_part(tmp_path, "absent") == ""
+
+
+def test_summary_has_ours_and_the_fastest_peer_that_is_right(gpu_tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_tables, "SUMMARY", (("op", "cuda", dict(B=1), "one"), ("op", "cuda", dict(B=2), "two"), ("gone", "cuda", {}, "none")))
+    assert gpu_tables.summary(tmp_path) == ""
+    write(tmp_path, "nvidia-x-2026-01-02.json", [
+        row("cuda", 4.0, dict(B=1, N=3)), row("triton", 1.0, dict(B=1, N=3)), row("peer", 8.0, dict(B=1, N=3)), row("slow", 9.0, dict(B=1, N=3)),
+        row("wrong", 2.0, dict(B=1, N=3), correct=False), row("absent", None, dict(B=1, N=3), correct=None), row("GEMM alone", 3.0, dict(B=1, N=3)),
+        row("other", 3.0, dict(B=1, N=4)), row("cuda", 12.34, dict(B=2), floor_us=0.1, correct=False)])
+    lines = gpu_tables.summary(tmp_path).splitlines()
+    assert "NVIDIA X, 2026-01-02, torch 2.11, `benchmarks/results/nvidia-x-2026-01-02.json`" in lines[0]
+    assert lines[4:6] == ["| `op` | one | 1.50 | 4.00 | peer 8.00 | 2.0x |", "| `op` | two | 0.50* | 12.3 (WRONG) | - | - |"]
+
+
+def test_summary_names_shapes_that_the_benchmarks_have(gpu_tables):
+    """Every line of the README's table is a shape of its benchmark's own table."""
+    for op, provider, shape, what in gpu_tables.SUMMARY:
+        (script,) = FOLDER.glob(f"*/bench_{op}.py")
+        text = script.read_text()
+        assert f'"{provider}"' in text, op
+        for axis, value in shape.items():
+            assert str(value) in text or axis in ("norm", "logits", "accepted", "R"), (op, axis, value)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 from cli_run import GOLDEN
@@ -38,6 +39,7 @@ def cli(capsys, monkeypatch, tmp_path):
 
     def run(*args: str) -> tuple:
         capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["fastverify", *map(str, args)])
         try:
             code = main([str(a) for a in args])
         except SystemExit as exc:

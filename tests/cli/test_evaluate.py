@@ -78,7 +78,7 @@ def test_written_file_categories_and_limit(cli, file, tmp_path):
     assert [(r["set"], r["prompts"]) for r in data["rows"]] == [("ids/a", 2), ("ids/b", 2)]
     row = data["rows"][0]
     assert row["equal"] == 2 and row["differences"] == [] and row["plain"]["steps"].keys() == {"off"} and row["verdict"]
-    assert data["environment"]["command"].startswith("fastverify ") and data["environment"]["device"]
+    assert data["environment"]["command"].startswith("fastverify evaluate --target ") and data["environment"]["device"]
 
 
 def test_differences_are_counted_and_listed_with_their_margins(cli, file, monkeypatch):

@@ -69,6 +69,41 @@ def test_virtual_ranks(rng, backend, world, transport):
             assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[0][:1].expand_as(results[0]))
 
 
+NO_REGISTERS = 1 << 9
+
+
+@pytest.mark.parametrize("transport", ["peer", "host"])
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_no_choice_changes_a_bit(rng, backend, world, transport):
+    """Blocks that share a row, one vector per thread or many, rows of one team or more, both forms."""
+    comm = virtual(backend, world, transport=transport, blocks=4)
+    for rows, hidden, dtype in [(1, 2056, torch.bfloat16), (3, 1030, torch.float32), (6, 2056, torch.float16)]:
+        x, residual, weight = case(rng, world, rows, hidden, dtype)
+        stacked, results = residual.expand(world, -1, -1).contiguous(), []
+        for limit in (comm.max_bytes, 0):
+            comm._handle.set_one_shot_bytes(limit)
+            for forced in (0, 1, 2, 4, NO_REGISTERS, NO_REGISTERS | 4):
+                comm._handle.set_forced(forced)
+                got = run_op(backend, "all_reduce_rms_norm", x=x, residual=stacked, weight=weight, out=torch.full_like(x, float("nan")),
+                             comm=comm.handle, eps=EPS)
+                comm.check()
+                results.append(got["out"])
+                if len(results) == 1:
+                    check(got, x, residual, weight)
+                assert torch.equal(got["residual"], (residual.float() + fold(x).float()).to(dtype).expand_as(x)), forced
+                assert torch.equal(got["out"], results[0][:1].expand_as(x)), (rows, limit, forced)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_rows_that_do_not_fit_their_slot_when_padded(backend):
+    comm = virtual(backend, 2, max_bytes=1 << 14)
+    x = torch.zeros(2, 8000, 1)
+    with pytest.raises(RuntimeError, match=r"x must have at most 20480 bytes per rank with its rows padded to 16 bytes; got 128000\. Fix: "):
+        run_op(backend, "all_reduce_rms_norm", x=x.bfloat16(), residual=x.bfloat16(), weight=torch.ones(1).bfloat16(), out=x.bfloat16(),
+               comm=comm.handle, eps=EPS)
+
+
 @pytest.mark.parametrize("backend", KERNELS)
 def test_one_rank_alone(rng, backend):
     """W = 1: a fused residual add and norm; nothing is stacked."""

@@ -95,8 +95,9 @@ def test_processes_agree(transport):
 
 
 def _rejoin(rank: int, world: int, port: int, transport: str) -> None:
-    """The survivors, in a group and a communicator of their own."""
-    dist.destroy_process_group()
+    """The survivors (and whoever takes a lost rank's place), in a group and a communicator of their own."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
     device = _setup(rank, world, port)
     with Communicator(device=device, backend=transport, max_bytes=1 << 16) as comm:
         for i in range(20):
@@ -195,3 +196,70 @@ def test_a_peer_killed_at_work(transport):
         time.sleep(0.3)
         ranks[-1].kill()
     _survivors(_lose_a_peer_at_work, 3, (transport, started), kill)
+
+
+def _wait_in_the_kernel(rank: int, world: int, ports: tuple, transport: str, two_hops: bool, inside, killed) -> None:
+    """Rank 1 waits for rank 0 inside its kernel, is killed there, and only then rank 0 comes."""
+    device = _setup(rank, world, ports[0])
+    comm = Communicator(device=device, backend=transport, max_bytes=1 << 16, deadline=3.0)
+    comm.set_one_shot_bytes(0 if two_hops else comm.max_bytes)
+    x = torch.full((16000,), float(rank + 1), device=device)
+    for _ in range(3):
+        all_reduce(x, comm)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        all_reduce(x, comm)
+        end = torch.cuda.Event()
+        end.record()
+        time.sleep(0.2)
+        assert not end.query(), "in its kernel"
+        inside.set()
+        time.sleep(120)
+    assert killed.wait(60)
+    for call in range(2):  # one hop: what rank 1 had sent before it was killed makes one more sum
+        start = time.time()
+        out = all_reduce(x, comm)
+        torch.cuda.synchronize()
+        if time.time() - start > 1:
+            break
+        assert not two_hops and (out == 3).all()
+    assert 2 < time.time() - start < 6 and out.isnan().any()
+    with pytest.raises(CommunicatorError) as error:
+        comm.check()
+    assert "rank(s) [1] did not come (seen by rank 0)" in str(error.value)
+    comm.close()
+    _rejoin(rank, world, ports[1], transport)
+    os._exit(7)
+
+
+def _take_its_place(port: int, transport: str) -> None:
+    _rejoin(1, 2, port, transport)
+    os._exit(7)
+
+
+@pytest.mark.parametrize("two_hops", [False, True])
+@pytest.mark.parametrize("transport", ["peer", "host"])
+def test_a_peer_killed_inside_its_kernel(transport, two_hops):
+    """The other rank gets an exception within the deadline; with a new process in the lost one's place a new communicator works."""
+    context, ports = mp.get_context("spawn"), (_port(), _port())
+    inside, killed = context.Event(), context.Event()
+    ranks = [context.Process(target=_wait_in_the_kernel, args=(r, 2, ports, transport, two_hops, inside, killed)) for r in range(2)]
+    for p in ranks:
+        p.start()
+    try:
+        assert inside.wait(60)
+        ranks[1].kill()
+        ranks[1].join(20)
+        assert ranks[1].exitcode == -signal.SIGKILL
+        killed.set()
+        ranks.append(context.Process(target=_take_its_place, args=(ports[1], transport)))
+        ranks[2].start()
+        for p in (ranks[0], ranks[2]):
+            p.join(60)
+            assert p.exitcode == 7
+    finally:
+        for p in ranks:
+            p.kill()
+            p.join(10)
+    assert not [n for n in os.listdir("/dev/shm") if n.startswith("fastverify-")], "no mailbox is left behind"

@@ -54,6 +54,14 @@ def test_the_tokens_of_the_host_loop(shape, name):
         assert getattr(made.stats, field) == getattr(want.stats, field), field
 
 
+def test_a_full_batch_of_more_requests_than_cycles_in_flight():
+    """Every admitted request owes the ring a record before the host reads the first."""
+    prompts = PROMPTS * 5
+    jobs = finish(loop("chain-3", max_batch=len(prompts)), prompts, 6)
+    assert len(prompts) > 16
+    assert_same_text(prompts, [j.tokens for j in jobs], plain_text(PROMPTS, 6, SamplingParams())[0] * 5, SamplingParams())
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_more_requests_than_slots(shape):
     """Requests join as others leave, in buckets of one and two; ragged budgets; text as if alone."""

@@ -105,6 +105,20 @@ def test_greedy_text_on_the_gpu():
     assert torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False), want)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+def test_sampling_on_the_gpu(captured):
+    """Reproducible through torch's seed, in the model's own dtype; weights stay shared."""
+    model, inputs = golden_model().to(torch.bfloat16).cuda(), {k: v.cuda() for k, v in padded(PROMPTS).items()}
+    fast = fv_transformers.speculative(model, GOLDEN / "draft", tree="tree-8", captured=captured)
+    texts = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        texts.append(model.generate(**inputs, max_new_tokens=24, do_sample=True, temperature=0.9, top_k=20, top_p=0.9, custom_generate=fast))
+    assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
+    assert fast.stats.drafted > 0 and fast.target.layers[0].o.data_ptr() == model.model.layers[0].self_attn.o_proj.weight.data_ptr()
+
+
 def test_cycles_of_the_captured_loop(model):
     """On the CPU they run eagerly and give the same text."""
     fast = fv_transformers.speculative(model, GOLDEN / "draft", tree="chain-3", captured=True)

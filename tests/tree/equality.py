@@ -82,6 +82,16 @@ def plain(op: str, case: dict, buffers: dict) -> dict:
 # ---- draft_topk ---------------------------------------------------------------------------------------------------
 
 
+def random_coupling(rng, rows: int) -> dict:
+    """Arguments of coupled rows: greedy and bad temperatures, inactive requests, any seed, some rows without a request."""
+    batch = one_of([b for b in range(1, rows + 1) if rows % b == 0], rng)
+    temperature = torch.tensor([one_of((0.0, 0.3, 0.8, 1.0, 1.0, 5.0, 1e-30, -1.0, math.nan, math.inf), rng) for _ in range(batch)])
+    return dict(temperature=temperature, seed=torch.randint(-2**63, 2**63 - 1, (batch,), generator=rng),
+                prefix_len=torch.randint(-2, 2**31 - 1, (batch,), generator=rng, dtype=I32),
+                active=torch.randint(0, 4, (batch,), generator=rng, dtype=I32), level=one_of((0, 1, 7), rng),
+                sharpness=one_of((1.0, 1.0, 0.5, 3.7), rng))
+
+
 def draft_topk_case(rng, vocabs=(1, 2, 5, 63, 64, 65, 127, 300, 1000, 4097, 8192, 32003)) -> dict:
     vocab, rows, dtype = one_of(vocabs, rng), int(randint(1, 6, rng)), one_of(FLOATS, rng)
     k = min(int(randint(1, 65, rng)), vocab) if randint(0, 3, rng) else min(10, vocab)
@@ -101,7 +111,8 @@ def draft_topk_case(rng, vocabs=(1, 2, 5, 63, 64, 65, 127, 300, 1000, 4097, 8192
     cu = one_of((None, None, torch.tensor([0, int(randint(-1, rows + 3, rng))], dtype=I32)), rng)
     return dict(logits=x.to(dtype)[:, first:first + vocab], cu_nodes=cu,
                 d2t=torch.randint(0, 9, (vocab,), generator=rng).cumsum(0) if randint(0, 2, rng) else None,
-                values=torch.full((rows, k), math.nan), tokens=torch.full((rows, k), -77, dtype=I32))
+                values=torch.full((rows, k), math.nan), tokens=torch.full((rows, k), -77, dtype=I32),
+                **(random_coupling(rng, rows) if randint(0, 2, rng) else dict(level=0, sharpness=1.0)))
 
 
 # ---- grow_tree ----------------------------------------------------------------------------------------------------

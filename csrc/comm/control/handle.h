@@ -31,6 +31,7 @@ public:
     void set_fp8_bytes(int64_t bytes) { data_->fp8_bytes = bytes; }
     void set_blocks(int32_t blocks);
     void set_deadline_ns(int64_t ns) { data_->deadline_ns = static_cast<uint64_t>(ns); }
+    void set_forced(int32_t forced) { data_->forced = forced; }
     void close() { data_->magic = 0; }  // later calls are refused in words; the memory stays valid
 
 private:

@@ -184,6 +184,7 @@ PYBIND11_MODULE(_comm, m) {
         .def("set_island_bytes", &Handle::set_island_bytes)
         .def("set_fp8_bytes", &Handle::set_fp8_bytes)
         .def("set_blocks", &Handle::set_blocks)
+        .def("set_forced", &Handle::set_forced)
         .def("set_deadline_ns", &Handle::set_deadline_ns)
         .def("close", &Handle::close);
     const auto released = py::call_guard<py::gil_scoped_release>();
