@@ -66,8 +66,8 @@ def own_pages(loop: GraphLoop, batch: int) -> None:
     table[:batch] = torch.arange(batch * columns, device=table.device, dtype=torch.int32).view(batch, columns)
 
 
-def stages(loop: GraphLoop, batch: int, shape, repeats: int) -> dict:
-    """{stage: Timing} of one cycle: all of it, its draft (grow + tree), its verify (target forward .. next inputs)."""
+def stages(loop: GraphLoop, batch: int, shape, repeats: int, together: list) -> dict:
+    """{stage: Timing} of one cycle: all of it, its verify (target forward .. next inputs), and per cycle of k cycles in one graph."""
     from fastverify.eagle3.cycle import target_forward
     key = (batch, shape, False)
     cycle = loop._prepare(key)
@@ -92,11 +92,21 @@ def stages(loop: GraphLoop, batch: int, shape, repeats: int) -> dict:
         with torch.inference_mode():
             graph = captured(verify, loop._memory)
         found["verify"] = timed(graph.replay, repeats, reset)
+        for k in together:
+            def several(k: int = k) -> None:
+                for _ in range(k):
+                    cycle.run()
+            reset()
+            graph = captured(several, loop._memory)
+            t = timed(graph.replay, repeats, reset)
+            found[f"{k} cycles in a graph, each"] = type(t)(*(v / k if isinstance(v, float) else v for v in t))
     return found
 
 
-def profile(loop: GraphLoop, batch: int, shape, cycles: int = 6) -> dict:
-    """Kernels of one cycle from torch.profiler: count, device time, gaps, copies to the host."""
+def profile(loop: GraphLoop, batch: int, shape, cycles: int = 6, first: int = 2) -> dict:
+    """Kernels of one cycle from torch.profiler: count, device time, gaps, copies to the host.
+
+    The first replays under the profiler are left out: it makes the driver send the graph again, and the device waits for it."""
     from torch.profiler import ProfilerActivity
     graph = loop._graphs[(batch, shape, False)]
     with _Scratch(loop, batch):
@@ -105,10 +115,11 @@ def profile(loop: GraphLoop, batch: int, shape, cycles: int = 6) -> dict:
             graph.replay()
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as p:
-            for _ in range(cycles):
+            for _ in range(first + cycles):
                 graph.replay()
             torch.cuda.synchronize()
     events = sorted((e for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e.time_range.start)
+    events = events[len(events) // (first + cycles) * first:]
     times, counts = defaultdict(float), defaultdict(int)
     gaps, between, each = [], [], len(events) // cycles
     for e in events:
@@ -137,12 +148,14 @@ def main() -> int:
     parser.add_argument("--length", default="256")
     parser.add_argument("--acceptance", type=float, default=0.6)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--together", default="", help="numbers of cycles to capture in one graph: 1,2,4,8")
     parser.add_argument("--layers", type=int)
     args = parser.parse_args()
     args.repeats = min(args.repeats, 12)
     bench = harness.Bench("decode_cycle", args)
     target = dummy_target(args.dummy, torch.bfloat16, "cuda", num_layers=args.layers)
     draft = dummy_draft(target)
+    together = [int(k) for k in args.together.split(",") if k]
     note = label(args.dummy, args.acceptance)
     for batch in map(int, args.requests.split(",")):
         for length in map(int, args.length.split(",")):
@@ -153,7 +166,7 @@ def main() -> int:
                                  calibration_length=length, stop_ids=[],
                                  hook=ImposedAcceptance(args.acceptance) if speculative else None)
                 floor = weight_bytes(target) + kv_bytes(target, batch, length)
-                for stage, t in stages(loop, batch, shape, args.repeats).items():
+                for stage, t in stages(loop, batch, shape, args.repeats, together).items():
                     bench._add(stage, dict(model=args.dummy, B=batch, prefix=length, tree=name), "bfloat16", t,
                                floor if stage == "verify" else 0, None, note, True)
                     row = bench.rows[-1]

@@ -346,6 +346,11 @@ def test_run_ahead_does_not_change_the_text(run_ahead):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bfloat16_captured_is_eager(shape):
-    eager = finish(loop(shape, "cuda", torch.bfloat16, capture=False))
-    graph = finish(loop(shape, "cuda", torch.bfloat16))
-    assert [j.tokens for j in graph] == [j.tokens for j in eager] and all(len(j.tokens) == 40 for j in graph)
+    """In one bucket: when the host learns that a request has left, and the next cycle may be of fewer rows, depends on the clock; and
+    in bfloat16 the products of 20 rows round otherwise than those of 80."""
+    texts = []
+    for capture in (False, True):
+        made = loop(shape, "cuda", torch.bfloat16, capture=capture)
+        made.pool.buckets = (4,)
+        texts.append([j.tokens for j in finish(made)])
+    assert texts[0] == texts[1] and all(len(t) == 40 for t in texts[0])
