@@ -16,8 +16,8 @@ namespace fv::skinny {
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kTile = 16;        // weight rows of a block
 constexpr int kChunk = 32;       // of K, per warp and step
-constexpr int kAhead = 6;        // chunks of weights a warp has in flight
-constexpr int kAheadX = 6;       // chunks x groups of eight rows of x
+constexpr int kAhead = 6;        // chunks of weights a warp has in flight,
+constexpr int kAheadShort = 3;   // and where K has no more: fewer registers, so that the blocks of more launches fit beside each other
 constexpr int kMaxTiles = 4;     // of eight rows of x
 constexpr int kStride = kTile + 1;
 
@@ -57,9 +57,9 @@ __device__ __forceinline__ float squares(uint32_t x) {
 // kTiles groups of eight rows. Epilogue: rows(tile, low, high) names the weight rows low..low+7 and high..high+7 of a block;
 // early(row, tile, low) loads what store needs besides the products (after the wait, before them); store(early, row, tile, low,
 // high, a, b) takes the products of weight rows low and high.
-template <int kTiles, class Epilogue>
-__global__ void __launch_bounds__(kThreads, 2) skinny_kernel(const __grid_constant__ Params p, const __grid_constant__ Epilogue epilogue) {
-    constexpr int kStep = kTiles == 1 ? kAheadX : kTiles == 2 ? 2 : 1;  // chunks whose x is in flight; registers bound it
+template <int kTiles, int kAhead, class Epilogue>
+__global__ void __launch_bounds__(kThreads, kAhead == kAheadShort ? 3 : 2) skinny_kernel(const __grid_constant__ Params p, const __grid_constant__ Epilogue epilogue) {
+    constexpr int kStep = kTiles == 1 ? kAhead : kTiles == 2 ? 2 : 1;  // chunks whose x is in flight; registers bound it
     static_assert(8 * kMaxTiles * 8 <= kThreads, "a thread stores one pair at most");
     __shared__ float sums[kWarps][8 * kTiles * kStride];
     __shared__ float part[kWarps][8 * kTiles];
@@ -165,9 +165,11 @@ __global__ void __launch_bounds__(kThreads, 2) skinny_kernel(const __grid_consta
 
 template <class Epilogue>
 void run_skinny(const Launch& launch, const Params& p, const Epilogue& epilogue) {
+    const bool short_k = p.inner <= kAheadShort * kWarps * kChunk;
     const dim3 grid(static_cast<unsigned>(p.outer / kTile), static_cast<unsigned>(ceil_div(p.rows, 8 * kMaxTiles)));
-    const auto kernel = p.rows <= 8 ? skinny_kernel<1, Epilogue> : p.rows <= 16 ? skinny_kernel<2, Epilogue>
-                      : p.rows <= 24 ? skinny_kernel<3, Epilogue> : skinny_kernel<4, Epilogue>;
+    const auto kernel = p.rows <= 8 && short_k ? skinny_kernel<1, kAheadShort, Epilogue> : p.rows <= 8 ? skinny_kernel<1, kAhead, Epilogue>
+                      : p.rows <= 16 ? skinny_kernel<2, kAhead, Epilogue> : p.rows <= 24 ? skinny_kernel<3, kAhead, Epilogue>
+                      : skinny_kernel<4, kAhead, Epilogue>;
     launch.run_overlapped(kernel, grid, dim3(kThreads), 0, p, epilogue);
 }
 

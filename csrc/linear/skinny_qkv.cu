@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // skinny_qkv on CUDA: RMSNorm, merged QKV product, RoPE and append to the paged cache in one launch: a block's 16 weight rows
 // are eight pairs that RoPE turns into each other. Same bits as the product rounded to bf16, then rope_append.
-// Cost: N * K * 2 bytes, one launch. Graph-safe. Instantiations: 8, 16, 24, 32 rows.
+// Cost: N * K * 2 bytes, one launch. Graph-safe. Instantiations: 8 (short and long K), 16, 24, 32 rows.
 #include <torch/csrc/stable/library.h>
 
 #include "linear/skinny_args.h"
