@@ -20,11 +20,12 @@ import harness  # noqa: E402
 from fastverify.eagle3.graph_loop import GraphLoop, _Scratch  # noqa: E402
 from fastverify.eagle3.shapes import OFF, parse_shape  # noqa: E402
 from fastverify.models.dummy import ImposedAcceptance, dummy_draft, dummy_target, label  # noqa: E402
+from fastverify.models.fp8 import to_fp8  # noqa: E402
 
 
 def weight_bytes(target) -> int:
     """Bytes of every weight that one forward reads."""
-    layers = sum(t.numel() * t.element_size() for w in target.layers for t in vars(w).values() if isinstance(t, torch.Tensor))
+    layers = sum(t.numel() * t.element_size() for w in target.layers for t in vars(w).values() if t is not None)
     return layers + target.lm_head_weight.numel() * target.lm_head_weight.element_size()
 
 
@@ -153,13 +154,16 @@ def main() -> int:
     parser.add_argument("--pull", default="", help="MiB of o, gate/up and down to pull ahead, one setting after the other: 0,0,0:32,0,0:32,12,8")
     parser.add_argument("--together", default="", help="numbers of cycles to capture in one graph: 1,2,4,8")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--fp8", action="store_true", help="the layers' matrices in float8 (models/fp8.py)")
     args = parser.parse_args()
     args.repeats = min(args.repeats, 12)
     bench = harness.Bench("decode_cycle", args)
     target = dummy_target(args.dummy, torch.bfloat16, "cuda", num_layers=args.layers)
     draft = dummy_draft(target)
+    if args.fp8:
+        to_fp8(target)
     together = [int(k) for k in args.together.split(",") if k]
-    note = label(args.dummy, args.acceptance)
+    note = label(args.dummy, args.acceptance) + (", float8 weights" if args.fp8 else "")
     for batch, length, name, pull in itertools.product(map(int, args.requests.split(",")), map(int, args.length.split(",")),
                                                        args.tree.split(","), args.pull.split(":")):
         if pull:
@@ -171,11 +175,11 @@ def main() -> int:
                          hook=ImposedAcceptance(args.acceptance) if speculative else None)
         floor = weight_bytes(target) + kv_bytes(target, batch, length)
         for stage, t in stages(loop, batch, shape, args.repeats, together).items():
-            bench._add(stage, dict(model=args.dummy, B=batch, prefix=length, tree=name) | (dict(pull=pull) if pull else {}), "bfloat16", t,
+            bench._add(stage, dict(model=args.dummy, B=batch, prefix=length, tree=name) | (dict(weights="fp8") if args.fp8 else {}) | (dict(pull=pull) if pull else {}), "bfloat16", t,
                        floor if stage == "verify" else 0, None, note, True)
             row = bench.rows[-1]
             against = f", {row['median_us'] / row['floor_us']:.3f}x the floor {row['floor_us']:.0f}" if row["floor_us"] else ""
-            print(f"{args.dummy} B={batch} prefix={length} {name}{' pull ' + pull if pull else ''} {stage}: {row['median_us']:.1f} us{against}", flush=True)
+            print(f"{args.dummy}{' fp8' if args.fp8 else ''} B={batch} prefix={length} {name}{' pull ' + pull if pull else ''} {stage}: {row['median_us']:.1f} us{against}", flush=True)
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(4):

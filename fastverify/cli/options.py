@@ -39,6 +39,8 @@ def add_model(parser: argparse.ArgumentParser, several_drafts: bool = False) -> 
                    help="auto: cuda if every op of the step has a kernel there")
     g.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
                    help="of weights and KV cache (default: float32)")
+    g.add_argument("--weights", default="same", choices=("same", "fp8"),
+                   help="fp8: the target's matrices in float8 with a scale per row, half the bytes (default: as --dtype says)")
     g.add_argument("--exact", action="store_true",
                    help="the text with speculation is the text without, bit for bit, in bfloat16 too (slower)")
     g.add_argument("--coupled", default="auto", choices=("auto", "off"),

@@ -90,9 +90,17 @@ def open_session(command: str, args: argparse.Namespace, out: Output, with_token
     with out.status("loading the models"):
         tokenizer = load_tokenizer(path) if with_tokenizer else None
         target = load_target(path, dtype, device)
+        _weights(target, args, notes)
         draft, name = _draft(args.draft, target, dtype, device, notes) if drafts else (None, "none")
     return Session(target, draft, tokenizer, str(path), name, device, notes, getattr(args, "exact", False),
                    getattr(args, "coupled", "auto") == "auto")
+
+
+def _weights(target, args: argparse.Namespace, notes: list) -> None:
+    if args.weights == "fp8":
+        from ..models.fp8 import to_fp8
+        to_fp8(target)
+        notes.append("weights: the target's matrices are rounded to float8, so its text is not the unrounded model's")
 
 
 def _dummy(command: str, args: argparse.Namespace, out: Output, device: torch.device, dtype: torch.dtype, notes: list,
@@ -106,6 +114,7 @@ def _dummy(command: str, args: argparse.Namespace, out: Output, device: torch.de
     with out.status("making random weights"):
         target = dummy_target(args.dummy, dtype, device)
         draft = dummy_draft(target) if drafts else None
+        _weights(target, args, notes)
     name = label(args.dummy, rate if drafts else None)
     notes.append(f"{name}: times only, the text means nothing")
     return Session(target, draft, None, name, name if drafts else "none", device, notes, args.exact, args.coupled == "auto",
