@@ -6,6 +6,7 @@ ring, and does admission, prefill, cancellation and the choice of the next shape
 capture (CPU tensors, or capture=False) the same cycles run eagerly and give the same tokens.
 """
 
+import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -290,8 +291,15 @@ class GraphLoop:
 
     def _captured(self, part: Callable) -> "torch.cuda.CUDAGraph":
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            part()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory):
+                part()
+        except BaseException:
+            # a capture that was lost leaves torch's allocator recording: end that; the next capture takes another pool
+            with contextlib.suppress(AttributeError, RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._memory)
+            self._memory = torch.cuda.graph_pool_handle()
+            raise
         return graph
 
     def _time(self, run: Callable) -> float:

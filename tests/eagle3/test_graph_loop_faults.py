@@ -45,7 +45,7 @@ def test_an_interrupt_at_any_moment_leaves_a_usable_decoder():
             want = want or got
             assert got == want
             loop = decoder.loop(4, 1)
-            assert not loop.busy() and loop.pool.pages.free == loop.pool.pages.total
+            assert not loop.pool.running and loop.pool.pages.free == loop.pool.pages.total
     assert hit >= 8 and want == GraphDecoder(target, draft, tree="chain-3").generate(PROMPTS, 40, stop_ids=[]).tokens
 
 
@@ -68,10 +68,10 @@ def test_a_lack_of_memory_leaves_a_usable_decoder(memory_limit):
     decoder = GraphDecoder(target, draft, tree="tree-20")
     want = decoder.generate(PROMPTS, 40, stop_ids=[]).tokens
     failed, many = 0, PROMPTS * 16
-    for room in (0, 2 << 20, 32 << 20, 128 << 20, 256 << 20, 320 << 20, 384 << 20):
+    for room in (0, 2 << 20, 32 << 20, 64 << 20, 96 << 20, 112 << 20, 128 << 20, 160 << 20):
         memory_limit(room)
         try:
-            decoder.generate(many, 1500, stop_ids=[])  # caches, buffers, then a capture of 64 requests
+            decoder.generate(many, 900, stop_ids=[])  # caches, buffers, then a capture of 64 requests
         except torch.cuda.OutOfMemoryError:
             failed += 1
         memory_limit(1 << 40)
