@@ -292,7 +292,7 @@ class GraphLoop:
     def _captured(self, part: Callable) -> "torch.cuda.CUDAGraph":
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._memory):
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):  # NCCL's threads go on meanwhile
                 part()
         except BaseException:
             # a capture that was lost leaves torch's allocator recording: end that; the next capture takes another pool
