@@ -4,6 +4,7 @@
 // Cost: N * K * 2 bytes, one launch. Graph-safe. Instantiations: 8 (short and long K), 16, 24, 32 rows.
 #include <torch/csrc/stable/library.h>
 
+#include "algo/attention_plan.h"
 #include "linear/skinny_args.h"
 #include "linear/skinny_kernel.cuh"
 
@@ -25,6 +26,7 @@ struct Qkv {
     const float* cos_sin;
     int64_t max_positions, capacity;
     int32_t heads, kv_heads, head_dim, page_size;
+    Divider by_page_size;  // of slots below 2^32
 
     __device__ void rows(int tile, int& low, int& high) const {
         const int per_head = head_dim / kTile, head = tile / per_head;
@@ -56,7 +58,7 @@ struct Qkv {
         uint16_t* to = q + row * q_row + head * q_head;
         if (head >= heads) {
             const Cache& cache = head < heads + kv_heads ? k : v;
-            const int64_t page = e.slot / page_size;
+            const int64_t page = e.slot >> 32 ? e.slot / page_size : by_page_size.quotient(static_cast<uint32_t>(e.slot));
             to = cache.data + page * cache.page + (e.slot - page * page_size) * cache.slot + (head - heads) % kv_heads * cache.head;
         }
         to[i] = float_to_bf16(a);
@@ -75,7 +77,7 @@ void skinny_qkv_cuda(const Tensor x, const Tensor weight, const OptTensor bias, 
     run_skinny(launch, p, Qkv{mptr<uint16_t>(q), q.stride(0), q.stride(1), cache_of(k_cache), cache_of(v_cache),
                               cptr<int32_t>(positions), cptr<int64_t>(slots), cptr<float>(cos_sin), n.max_positions, n.capacity,
                               static_cast<int32_t>(n.heads), static_cast<int32_t>(n.kv_heads), static_cast<int32_t>(n.head_dim),
-                              static_cast<int32_t>(n.page_size)});
+                              static_cast<int32_t>(n.page_size), divider(static_cast<uint32_t>(n.page_size))});
 }
 
 }  // namespace
