@@ -5,7 +5,7 @@
 
 A run is SHAPE@TEMPERATURE, with ":off" for drafts without the noise of their own tokens. Prompt i of a set has seed SEED + i in every
 run, so the text of a temperature is the same under all shapes up to rounding (the column "same"). The file is written after every
-run; --seconds ends the list early. --agreement: teacher-forced depth-1 agreement on the greedy texts of the first run at 0.
+run; --seconds ends the list early. --agreement: teacher-forced depth-1 agreement (float32) on the greedy texts of the first run at 0.
 """
 
 import argparse
@@ -79,8 +79,8 @@ def agreement(session, sets: dict, texts: dict) -> dict:
     from fastverify.eagle3.train_net import load_draft
     from fastverify.eagle3.train_target import load_target
     import numpy as np
-    target = load_target(session.target_name, session.target.dtype, str(session.device))
-    draft = load_draft(session.draft_name, target=target).to(session.device).to(session.target.dtype)
+    target = load_target(session.target_name, torch.float32, str(session.device))
+    draft = load_draft(session.draft_name, target=target).to(session.device)
     ids, own, source = [], [], []
     for number, name in enumerate(sets):
         for prompt, reply in zip(sets[name], texts[name]):
