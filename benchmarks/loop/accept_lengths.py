@@ -18,7 +18,7 @@ import torch
 
 from fastverify.cli.environment import command, environment
 from fastverify.cli.output import Output
-from fastverify.cli.prompts import read_sets
+from fastverify.cli.prompts import need_tokenizer, read_sets
 from fastverify.cli.session import open_session
 from fastverify.eagle3.decode import SamplingParams
 from fastverify.eagle3.graph_loop import GraphLoop
@@ -113,9 +113,10 @@ def main(argv: "list | None" = None) -> int:
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args(argv)
     begin, runs = time.perf_counter(), [parse_run(r) for r in args.runs.split(",")]
-    session = open_session("accept_lengths", args, Output(json_only=True), True)
+    files = read_sets(args.prompts, args.limit)
+    session = open_session("accept_lengths", args, Output(json_only=True), need_tokenizer(files))
     sets = {name: [p.token_ids or session.encode("accept_lengths", p.text) for p in prompts]
-            for name, prompts in read_sets(args.prompts, args.limit).items()}
+            for name, prompts in files.items()}
     data = dict(environment=environment(session.device, session.target.dtype), command=command(), draft=Path(session.draft_name).name,
                 max_new_tokens=args.max_new_tokens, prompts={n: len(p) for n, p in sets.items()}, seed=args.seed, rows=[])
     first_text: dict = {}
