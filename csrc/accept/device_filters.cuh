@@ -351,6 +351,7 @@ __device__ __attribute__((noinline)) Word filtered_key(const Row<T>& row, Team t
             if (n >= 0) return best_candidate(row, team, n, from_ordered_bits(of_row.top)) | status;
         }
     }
+    __syncthreads();  // what was exchanged before has been read
     const Team::Bounds bounds = team.team_bounds(row.turn, kTeamBounds, block.top, 0, block.bits);
     const Word status = bounds.bits ? kKeyBad : 0;
     if (bounds.top == 0) return status;

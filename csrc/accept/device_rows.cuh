@@ -19,13 +19,25 @@ __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 constexpr int kChunk = 8;  // ids that a thread takes at a time: two Philox calls
-constexpr int kLine = 8;   // chunks that lie together in a slice: 128 bytes of 16-bit logits
+// Chunks that lie together in a slice: 128 bytes of 16-bit logits, or what a warp loads at a time.
+constexpr int kLineShift = 3, kLine = 1 << kLineShift, kWarpLineShift = 5;
 
 // 8 logits as loaded.
 template <class T>
 struct RawChunk {
     static constexpr int kVectors = kChunk * sizeof(T) / 16;
     uint32_t words[4 * kVectors];
+    template <class F>
+    __device__ __forceinline__ void fill(const F& vector) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            const uint4 four = vector(v);
+            words[4 * v] = four.x;
+            words[4 * v + 1] = four.y;
+            words[4 * v + 2] = four.z;
+            words[4 * v + 3] = four.w;
+        }
+    }
     __device__ __forceinline__ float get(int j) const {
         if constexpr (sizeof(T) == 4) {
             return bits_to_float(words[j]);
@@ -48,7 +60,7 @@ struct Row {
     bool penalties;
     int begin, end;            // ids [begin, end)
     int first, last;           // chunks [first, last) of the row
-    int lane, lanes;           // which lines of kLine chunks are this block's (or warp's): every lanes-th, so that neighbours spread
+    int lane, lanes, line;     // which lines of 2^line chunks are this block's (or warp's): every lanes-th, so that neighbours spread
     int step;                  // from a thread's chunk to its next
     const float* bias;         // or null
     const int32_t* counts;     // read with penalties only
@@ -73,16 +85,17 @@ struct Row {
         counts = request_counts ? request_counts - first_id : nullptr;
         ancestors = above;
     }
-    __device__ __forceinline__ void set_slice(int index, int count, int threads) {
+    __device__ __forceinline__ void set_slice(int index, int count, int threads, int line_shift = kLineShift) {
         first = begin / kChunk;
         last = (end + kChunk - 1) / kChunk;
         lane = index;
         lanes = count;
+        line = line_shift;
         step = threads * count;
     }
     // First chunk of a thread of the block, or of a lane of the warp.
     __device__ __forceinline__ int start(int thread) const {
-        return first + (thread / kLine * lanes + lane) * kLine + thread % kLine;
+        return first + (((thread >> line) * lanes + lane) << line) + (thread & ((1 << line) - 1));
     }
     __device__ __forceinline__ void open(const T* data, const int32_t* row_bitmask, uint32_t position, int depth, int parity) {
         base = data - begin;
@@ -135,14 +148,7 @@ struct Row {
 template <class T>
 __device__ __forceinline__ RawChunk<T> load_whole(const T* from) {
     RawChunk<T> raw;
-#pragma unroll
-    for (int v = 0; v < RawChunk<T>::kVectors; ++v) {
-        const uint4 four = __ldg(reinterpret_cast<const uint4*>(from) + v);
-        raw.words[4 * v] = four.x;
-        raw.words[4 * v + 1] = four.y;
-        raw.words[4 * v + 2] = four.z;
-        raw.words[4 * v + 3] = four.w;
-    }
+    raw.fill([&](int v) { return __ldg(reinterpret_cast<const uint4*>(from) + v); });
     return raw;
 }
 
@@ -170,14 +176,7 @@ template <class T>
 __device__ __forceinline__ RawChunk<T> load_chunk(const Row<T>& row, int chunk) {
     if (chunk >= row.whole_first && chunk < row.whole_last) return load_whole(row.base + chunk * kChunk);
     RawChunk<T> raw;
-#pragma unroll
-    for (int v = 0; v < RawChunk<T>::kVectors; ++v) {
-        const uint4 four = load_partial(row.base, chunk * kChunk + v * static_cast<int>(16 / sizeof(T)), row.begin, row.end);
-        raw.words[4 * v] = four.x;
-        raw.words[4 * v + 1] = four.y;
-        raw.words[4 * v + 2] = four.z;
-        raw.words[4 * v + 3] = four.w;
-    }
+    raw.fill([&](int v) { return load_partial(row.base, chunk * kChunk + v * static_cast<int>(16 / sizeof(T)), row.begin, row.end); });
     return raw;
 }
 
@@ -265,17 +264,70 @@ struct PhiloxKeys {
     }
 };
 
-// Largest bound of what a thread takes of a simple row, from chunk c on: raw logits when greedy, else logit / T + noise_bound,
-// with kCut only of entries whose logit / T reaches `near`. NaN or +inf: the row has one of those, or a bound overflowed.
+// The largest bound of chunks of a simple row: raw logits when greedy, else logit / T + noise_bound, with kCut only of entries
+// whose logit / T reaches `near`. NaN or +inf: one of the chunks holds one of those, or a bound overflowed.
+template <bool kGreedy, bool kCut, class T>
+struct Scan {
+    static constexpr bool kPairs = kGreedy && sizeof(T) == 2;
+    struct None {
+        __device__ __forceinline__ None(uint32_t, uint32_t) {}
+    };
+    std::conditional_t<kGreedy, None, PhiloxKeys> keys;
+    float inverse, near, best = -kInf;
+    uint32_t t, pair = std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;  // -inf
+
+    __device__ __forceinline__ Scan(const Row<T>& row, float from)
+        : keys(row.p.seed_lo, row.p.seed_hi), inverse(row.inverse), near(from), t(row.t) {}
+
+    __device__ __forceinline__ void take_one(float x, uint32_t noise) {
+        const float bound = kGreedy ? x : fma_exact(x, inverse, noise_bound(noise));
+        best = max_nan(best, kCut && !(x * inverse >= near) ? -kInf : bound);
+    }
+    __device__ __forceinline__ void take(const RawChunk<T>& raw, int c) {
+        if constexpr (kPairs) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                pair = std::is_same_v<T, __half> ? max_nan_f16x2(pair, raw.words[j]) : max_nan_bf16x2(pair, raw.words[j]);
+            }
+        } else if constexpr (kGreedy) {
+#pragma unroll
+            for (int j = 0; j < kChunk; ++j) best = max_nan(best, raw.get(j));
+        } else {
+            const uint32_t group = 2 * static_cast<uint32_t>(c);
+            const Philox4 r[2] = {keys.words(group, t, kStreamTarget), keys.words(group + 1, t, kStreamTarget)};
+#pragma unroll
+            for (int j = 0; j < kChunk; ++j) take_one(raw.get(j), r[j >> 2].v[j & 3]);
+        }
+    }
+    // c: the chunk after the thread's last. The row may end inside that one.
+    __device__ __forceinline__ float finish(const Row<T>& row, int c) {
+        if constexpr (kPairs) {
+            RawChunk<T> both;
+            both.words[0] = pair;
+            best = max_nan(both.get(0), both.get(1));
+        }
+        if (c == row.whole_last && c < row.last) {
+#pragma unroll 1
+            for (int id = c * kChunk; id < row.end; ++id) {
+                uint32_t noise = 0;
+                if constexpr (!kGreedy) {
+                    const Philox4 r = philox4x32(static_cast<uint32_t>(id) / 4, t, kStreamTarget, 0, row.p.seed_lo, row.p.seed_hi);
+                    const int j = id & 3;
+                    noise = j == 0 ? r.v[0] : j == 1 ? r.v[1] : j == 2 ? r.v[2] : r.v[3];
+                }
+                take_one(row.raw_one(id), noise);
+            }
+        }
+        return best;
+    }
+};
+
+// The largest bound of what a thread takes of a simple row, from chunk c on.
 template <bool kGreedy, bool kCut, class T>
 __device__ __attribute__((noinline)) float scan_simple(const Row<T>& row, int c, float near) {
+    Scan<kGreedy, kCut, T> scan(row, near);
     const T* base = row.base;
-    const float inverse = row.inverse;
-    const uint32_t t = row.t;
     const int step = row.step, last = row.whole_last < row.last ? row.whole_last : row.last;
-    constexpr bool kPairs = kGreedy && sizeof(T) == 2;
-    uint32_t pair = std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;  // -inf
-    float best = -kInf;
     if constexpr (kGreedy) {
         constexpr int kAhead = sizeof(T) == 4 ? 2 : 4;  // chunks in flight
         while (c < last) {
@@ -284,51 +336,59 @@ __device__ __attribute__((noinline)) float scan_simple(const Row<T>& row, int c,
             for (int k = 0; k < kAhead; ++k) raw[k] = load_whole(base + (c + k * step < last ? c + k * step : c) * kChunk);
 #pragma unroll
             for (int k = 0; k < kAhead; ++k) {
-#pragma unroll
-                for (int j = 0; j < 4 && kPairs; ++j) {
-                    pair = std::is_same_v<T, __half> ? max_nan_f16x2(pair, raw[k].words[j]) : max_nan_bf16x2(pair, raw[k].words[j]);
-                }
-#pragma unroll
-                for (int j = 0; j < kChunk && !kPairs; ++j) best = max_nan(best, raw[k].get(j));
+                scan.take(raw[k], c);
                 if (c < last) c += step;
             }
         }
     } else {
-        const PhiloxKeys keys(row.p.seed_lo, row.p.seed_hi);
         RawChunk<T> next;
         if (c < last) next = load_whole(base + c * kChunk);
         while (c < last) {
             const RawChunk<T> raw = next;
-            const uint32_t group = 2 * static_cast<uint32_t>(c);
+            const int at = c;
             c += step;
             if (c < last) next = load_whole(base + c * kChunk);
-            const Philox4 r[2] = {keys.words(group, t, kStreamTarget), keys.words(group + 1, t, kStreamTarget)};
+            scan.take(raw, at);
+        }
+    }
+    return scan.finish(row, c);
+}
+
+// Chunks that a thread has on their way from memory before it knows what row they are of: a load takes as long as the
+// arithmetic of several.
+template <class T>
+struct ChunksAhead {
+    static constexpr int kCount = sizeof(T) == 4 ? 2 : 4;
+    RawChunk<T> raw[kCount];
+    // Chunks c, c + step, ... below `last`. The compiler leaves these loads where they stand.
+    __device__ __forceinline__ void ask(const T* base, int c, int step, int last) {
 #pragma unroll
-            for (int j = 0; j < kChunk; ++j) {
-                const float x = raw.get(j), bound = fma_exact(x, inverse, noise_bound(r[j >> 2].v[j & 3]));
-                best = max_nan(best, kCut && !(x * inverse >= near) ? -kInf : bound);
-            }
+        for (int k = 0; k < kCount; ++k) {
+            if (c + k * step < last) ask_one(k, base + (c + k * step) * kChunk);
         }
     }
-    if constexpr (kPairs) {
-        RawChunk<T> both;
-        both.words[0] = pair;
-        best = max_nan(both.get(0), both.get(1));
+    __device__ __forceinline__ void ask_one(int k, const T* from) {
+        raw[k].fill([&](int v) { return load_readonly_16(from + v * (16 / sizeof(T))); });
     }
-    if (c == row.whole_last && c < row.last) {  // the last chunk, if the row ends inside it
-#pragma unroll 1
-        for (int id = c * kChunk; id < row.end; ++id) {
-            const float x = row.raw_one(id);
-            float bound = x;
-            if constexpr (!kGreedy) {
-                const Philox4 r = philox4x32(static_cast<uint32_t>(id) / 4, t, kStreamTarget, 0, row.p.seed_lo, row.p.seed_hi);
-                const int j = id & 3;
-                bound = fma_exact(x, inverse, noise_bound(j == 0 ? r.v[0] : j == 1 ? r.v[1] : j == 2 ? r.v[2] : r.v[3]));
-            }
-            best = max_nan(best, kCut && !(x * inverse >= near) ? -kInf : bound);
+};
+// The same as scan_simple() where the thread's first chunks are on their way.
+template <bool kGreedy, class T>
+__device__ __forceinline__ float scan_chunks(const Row<T>& row, int c, ChunksAhead<T>& ahead) {
+    constexpr int kAhead = ChunksAhead<T>::kCount;
+    Scan<kGreedy, false, T> scan(row, 0.0f);
+    const T* base = row.base;
+    const int step = row.step, last = row.whole_last < row.last ? row.whole_last : row.last;
+    while (c < last) {
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+            if (c >= last) break;
+            const RawChunk<T> raw = ahead.raw[k];
+            if (c + kAhead * step < last) ahead.ask_one(k, base + (c + kAhead * step) * kChunk);
+            scan.take(raw, c);
+            c += step;
         }
     }
-    return best;
+    return scan.finish(row, c);
 }
 // Is a largest bound of scan_simple one to go on with? Not if the row holds NaN or +inf, nor where bounds may have overflowed.
 __device__ __forceinline__ bool usable(uint32_t top) {
@@ -389,7 +449,7 @@ __device__ __attribute__((noinline)) Word settle(const Row<T>& row, Team team, B
 // The winner's score is hardly below the highest bound, so few are asked; if the best of those is lower than hoped
 // (a noise word near 2^32, min-p), all that can still beat it are asked.
 __device__ __forceinline__ float first_threshold(bool greedy, float highest) {
-    return greedy ? highest : below((highest < kFloatMax ? highest : kFloatMax) - 0.2f);
+    return greedy ? highest : below((highest < kFloatMax ? highest : kFloatMax) - 0.12f);
 }
 __device__ __forceinline__ float score_reached(bool greedy, Word key) {
     const float score = key ? from_ordered_bits(static_cast<uint32_t>(key >> 32)) : -kInf;
@@ -446,19 +506,6 @@ __device__ __attribute__((noinline)) Word warp_best_exact(const Row<T>& row) {
         }
     }
     return warp_max_word(best) | (__any_sync(kFullWarp, bad) ? kKeyBad : 0);
-}
-template <class T>
-__device__ __forceinline__ Word warp_best(const Row<T>& row) {
-    const bool greedy = row.p.greedy();
-    const int c = row.start(static_cast<int>(threadIdx.x) & 31);
-    const float bound = greedy ? scan_simple<true, false>(row, c, 0.0f) : scan_simple<false, false>(row, c, 0.0f);
-    const uint32_t top = warp_max_u32(ordered_bits(bound + 0.0f));
-    if (!usable(top)) return warp_best_exact(row);
-    const float threshold = first_threshold(greedy, from_ordered_bits(top));
-    Word key = settle_warp<false>(row, 0, bound, threshold, -kInf, 0.0f);
-    const float low = score_reached(greedy, key);
-    if (low < threshold) key = settle_warp<false>(row, 0, bound, low, -kInf, 0.0f);
-    return key;
 }
 
 // Finite maximum of the raw slice as ordered_bits (0: none), and its masses relative to `max`.

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) head_walk_kernel(c
             if (team.index >= kTeamWide) return;
         }
         walk_rows<kExtras, float>(task, tree, team, b);
-    } else if (team.warp() == 0) {
+    } else {
         walk_keys(task, tree, team, b);
     }
 }

@@ -59,6 +59,7 @@ struct TeamScratch {
     uint32_t list_count, all_count, kept_count, bound, select_bucket, select_set;
     uint32_t tag[2];                  // of the row with that turn
     uint32_t first_tag;
+    int32_t remaining;                // of the request
     int32_t work_node, work_child;    // what the walking warp asks the block to do; -1: nothing more
     uint32_t ancestor_bits[kAncestorBits / 32];
     RowParams params;
@@ -77,6 +78,7 @@ struct TeamScratch {
         struct {
             Word node_keys[kMaxNodes];
             float node_logprobs[kMaxNodes];
+            int32_t hit[kMaxNodes];  // the node's child that carries its token; kMaxNodes: none
             alignas(16) unsigned char warp_rows[kTeamWarps][256];  // Row<T>
         };
     };
@@ -269,13 +271,17 @@ struct Team {
     }
 
     // ---- the walker of verify_walk.h --------------------------------------------------------------------------
-    __device__ __forceinline__ void open(const int32_t* parents, const IdView& tokens, int64_t begin, int32_t n) const {
+    template <class P, class K>
+    __device__ __forceinline__ void open_nodes(int32_t n, const P& parent_of, const K& token_of) const {
         for (int i = tid(); i < n; i += kTeamThreads) {
-            const int64_t t = tokens[begin + i];
-            s->parent[i] = parents[i];
+            const int64_t t = token_of(i);
+            s->parent[i] = parent_of(i);
             s->token[i] = t >= 0 && t < kMaxVocab ? static_cast<int32_t>(t) : -1;
         }
         __syncthreads();
+    }
+    __device__ __forceinline__ void open(const int32_t* parents, const IdView& tokens, int64_t begin, int32_t n) const {
+        open_nodes(n, [&](int i) { return parents[i]; }, [&](int i) { return tokens[begin + i]; });
     }
     __device__ __forceinline__ int32_t parent(int32_t i) const { return s->parent[i]; }
     __device__ __forceinline__ int64_t token(int32_t i) const { return s->token[i]; }
@@ -294,10 +300,14 @@ struct Team {
         }
         return -1;
     }
+    __device__ __forceinline__ int32_t child(int32_t node, int32_t n, int64_t wanted) const {
+        return first(node + 1, n, [&](int32_t j) { return parent(j) == node && token(j) == wanted; });
+    }
     template <class F>
     __device__ __forceinline__ void each(int64_t n, const F& f) const {
         for (int64_t i = tid(); i < n; i += kTeamThreads) f(i);
     }
+    __device__ __forceinline__ int32_t remaining(const int32_t* p) const { return *p; }
     __device__ __forceinline__ bool leader() const { return threadIdx.x == 0; }
     __device__ __forceinline__ bool writes() const { return rank() == 0; }
     __device__ __forceinline__ void sync() const { __syncthreads(); }
@@ -307,13 +317,40 @@ struct Team {
     __device__ __forceinline__ float* logprob() const { return s->logprob; }
 };
 
-// The walk by one warp, while the other warps of the block do what choose() asks for.
+// The walk by one warp; init_rows() has read what remains.
 struct WarpWalker : Team {
     template <class F>
     __device__ __forceinline__ void each(int64_t n, const F& f) const {
         for (int64_t i = lane(); i < n; i += 32) f(i);
     }
     __device__ __forceinline__ void sync() const { __syncwarp(); }
+    __device__ __forceinline__ int32_t remaining(const int32_t*) const { return s->remaining; }
+};
+
+// The same where every node's token is known: each node has said whether its parent leads to it.
+struct HitWalker : WarpWalker {
+    __device__ __forceinline__ int32_t child(int32_t node, int32_t, int64_t) const {
+        return s->hit[node] < kMaxNodes ? s->hit[node] : -1;
+    }
+};
+
+// A team that asks for its request's nodes before it knows where they are: there, if all requests have as many.
+struct AheadTeam : Team {
+    int64_t begin_ahead;
+    int32_t parent_ahead;
+    int64_t token_ahead;
+    __device__ __forceinline__ AheadTeam(Team team, const VerifyInputs& in, const IdView& tokens, int64_t b)
+        : Team(team), begin_ahead(in.rows * b / in.batch), parent_ahead(0), token_ahead(0) {
+        const int64_t i = begin_ahead + tid();
+        if (i < in.rows) {
+            parent_ahead = in.parents[i];
+            token_ahead = tokens[i];
+        }
+    }
+    __device__ __forceinline__ void open(const int32_t* parents, const IdView& tokens, int64_t begin, int32_t n) const {
+        open_nodes(n, [&](int i) { return begin == begin_ahead && i == tid() ? parent_ahead : parents[i]; },
+                   [&](int i) { return begin == begin_ahead && i == tid() ? token_ahead : tokens[begin + i]; });
+    }
 };
 
 // Depth of a node; with kTokens the drafted tokens above it go to emitted(). Whole block; a barrier must follow.

@@ -64,6 +64,7 @@ __device__ __forceinline__ void init_rows(const VerifyTask& a, int64_t b, Team t
     r.set_slice(team.index, wide && team.size > kTeamWide ? kTeamWide : team.size, kTeamThreads);
     team.s->params = r.p;
     team.s->position = static_cast<uint32_t>(a.in.prefix_len[b]) + 1;
+    team.s->remaining = a.out.remaining[b];
 }
 __device__ __forceinline__ void copy_words(void* to, const void* from, int thread, int threads) {
     for (int i = thread; i < 64; i += threads) static_cast<uint32_t*>(to)[i] = static_cast<const uint32_t*>(from)[i];
@@ -94,51 +95,55 @@ __device__ __forceinline__ TeamChoice team_choice(const VerifyTask& a, const Row
     return c;
 }
 
-// The walk by one warp over keys and log-probabilities that are known.
+// The walk over keys and log-probabilities that are known; the whole block calls it, after a barrier.
 __device__ __forceinline__ void walk_keys(const VerifyTask& a, const WalkTree& tree, Team team, int64_t b) {
-    WarpWalker walker{team};
-    const TeamScratch* s = team.s;
+    TeamScratch* s = team.s;
+    for (int i = team.tid(); i < tree.n; i += kTeamThreads) s->hit[i] = kMaxNodes;
+    __syncthreads();
+    for (int i = team.tid() + 1; i < tree.n; i += kTeamThreads) {
+        const Word key = s->node_keys[team.parent(i)];
+        if (key_has_token(key) && static_cast<int64_t>(key_id(key)) == team.token(i)) atomicMin(&s->hit[team.parent(i)], i);
+    }
+    __syncthreads();
+    if (team.warp() > 0) return;
+    HitWalker walker{WarpWalker{team}};
     walk_tree(walker, tree, s->params.flags, a.out, a.stops, b, [&](int32_t node, int32_t, const int64_t*) {
         return TeamChoice{s->node_keys[node], a.out.logprobs ? s->node_logprobs[node] : 0.0f}.chosen();
     });
 }
 
-// The walk over logits in memory: the first warp walks, the others work on the rows that it visits. Ends with a barrier.
-// `tree` was opened by the whole team; init_rows() was called and a barrier passed.
+// The walk over logits in memory: the first warp walks, and all work on the rows that it visits; every barrier is one that
+// all warps come to in the same place. `tree` was opened by the whole team; init_rows() was called and a barrier passed.
 template <bool kExtras, class T>
 __device__ __forceinline__ void walk_rows(const VerifyTask& a, const WalkTree& tree, Team team, int64_t b) {
     TeamScratch* s = team.s;
     copy_words(s->rows[1], s->rows[0], team.tid(), kTeamThreads);
     __syncthreads();
-    const auto level = [&](int turn) {
+    const bool walks = team.warp() == 0;
+    WarpWalker walker{team};
+    WalkState at(tree, s->params.flags);
+    for (int turn = 0;; turn ^= 1) {
+        if (walks) {
+            const bool more = at.goes_on(a.out.max_path);
+            const int32_t child = more ? walker.first(at.node + 1, tree.n, [&](int32_t j) { return walker.parent(j) == at.node; }) : -1;
+            if (team.leader()) {
+                if (more) {
+                    open_row<kExtras>(a, *reinterpret_cast<Row<T>*>(s->rows[turn]), tree.begin + at.node, at.visited, turn, team);
+                    s->tag[turn] = s->first_tag + at.visited;
+                }
+                s->work_child = child;  // the likeliest comes first
+                s->work_node = more ? at.node : -1;
+            }
+        }
+        __syncthreads();
+        if (s->work_node < 0) break;
         const Row<T>& row = *reinterpret_cast<const Row<T>*>(s->rows[turn]);
         if (s->work_child >= 0) prefetch_slice<T>(a, tree.begin + s->work_child, team);
         if constexpr (kExtras) mark_ancestors(row, team);
-        return team_choice<kExtras>(a, row, team).chosen();
-    };
-    if (team.warp() == 0) {
-        WarpWalker walker{team};
-        walk_tree(walker, tree, s->params.flags, a.out, a.stops, b, [&](int32_t node, int32_t depth, const int64_t*) {
-            const int turn = depth & 1;
-            const int32_t child = walker.first(node + 1, tree.n, [&](int32_t j) { return walker.parent(j) == node; });
-            if (team.leader()) {
-                open_row<kExtras>(a, *reinterpret_cast<Row<T>*>(s->rows[turn]), tree.begin + node, depth, turn, team);
-                s->tag[turn] = s->first_tag + depth;
-                s->work_child = child;  // the likeliest comes first
-                s->work_node = node;
-            }
-            __syncthreads();
-            return level(turn);
-        });
-        if (team.leader()) s->work_node = -1;
-        __syncthreads();
-    } else {
-        for (int turn = 0;; turn ^= 1) {
-            __syncthreads();
-            if (s->work_node < 0) break;
-            level(turn);
-        }
+        const Chosen c = team_choice<kExtras>(a, row, team).chosen();
+        if (walks) walk_on(walker, tree, a.out.max_path, c, at);
     }
+    if (walks) finish_walk(walker, at, a.out, a.stops, b);
     clear_sums(team);
 }
 

@@ -14,50 +14,103 @@ namespace {
 
 constexpr int kMostSlices = 256;  // of a row
 
-// Which slice of which of n nodes' rows a warp takes, where a team takes all of them.
-struct WarpItem {
-    int slices, at, node, slice;
-    __device__ __forceinline__ WarpItem(Team team, int n) {
+// Where a team takes all of n nodes' rows, a warp takes a slice of one. What the warps of a block find of the same node is put
+// together: a segment, of which a block has at most 16.
+struct WarpItems {
+    int slices, at0, node0;  // of a row; of the block's first warp
+    __device__ __forceinline__ WarpItems(Team team, int n) {
         const int most = team.size * kTeamWarps / n;
         slices = most < kMostSlices ? most : kMostSlices;
-        at = team.index * kTeamWarps + team.warp();
-        node = at / slices;
-        slice = at % slices;
+        at0 = team.index * kTeamWarps;
+        node0 = at0 / slices;
     }
+    __device__ __forceinline__ int node(int warp) const { return (at0 + warp) / slices; }
+    __device__ __forceinline__ int slice(int warp) const { return (at0 + warp) % slices; }
 };
 
-// Every row of the request at once, a warp per slice of a row: keys to the workspace, collected by the team's first block.
-// True in that block: node_keys are known.
+// Best key of the warp's slice of a row whose other warps in the block are those of `same`; every thread of the block calls it.
+// True in the segment's first warp: *key is the segment's.
 template <class T>
-__device__ bool take_all_rows(const VerifyTask& a, const WalkTree& tree, Team team) {
+__device__ __forceinline__ bool segment_best(const Row<T>& row, Team team, float bound, bool active, unsigned same, Word* key) {
     TeamScratch* s = team.s;
-    const WarpItem item(team, tree.n);
+    const int lane = team.lane() % kTeamWarps;
+    const bool mine = same >> lane & 1, greedy = row.p.greedy();
+    const auto share = [&](BlockSlot slot, Word v) {
+        if (team.lane() == 0) s->block_words[slot][team.warp()] = v;
+    };
+    const auto best_of = [&](BlockSlot slot) {
+        const Word v = mine ? s->block_words[slot][lane] : 0;
+        return warp_max_word(v & ~static_cast<Word>(kKeyStatus)) | __reduce_or_sync(kFullWarp, static_cast<uint32_t>(v) & static_cast<uint32_t>(kKeyStatus));
+    };
+    share(kSlotFast, warp_max_u32(ordered_bits(bound + 0.0f)));
+    __syncthreads();
+    const uint32_t top = warp_max_u32(mine ? static_cast<uint32_t>(s->block_words[kSlotFast][lane]) : 0);
+    const bool fast = active && usable(top);
+    const float threshold = fast ? first_threshold(greedy, from_ordered_bits(top)) : 0.0f;
+    Word own = 0;
+    if (fast) own = settle_warp<false>(row, 0, bound, threshold, -kInf, 0.0f);
+    else if (active) own = warp_best_exact(row);
+    share(kSlotSettle, own);
+    __syncthreads();
+    *key = best_of(kSlotSettle);
+    const float low = score_reached(greedy, *key);
+    const bool again = fast && low < threshold;
+    if (__syncthreads_or(again)) {
+        share(kSlotSettleAgain, again ? settle_warp<false>(row, 0, bound, low, -kInf, 0.0f) : own);
+        __syncthreads();
+        *key = best_of(kSlotSettleAgain);
+    }
+    return active && team.warp() == __ffs(static_cast<int>(same)) - 1;
+}
+
+// Every row of the request at once: keys of segments to the workspace, collected by the team's first block. `ahead`: this
+// thread's first chunks. True in the first block: node_keys are known.
+template <class T>
+__device__ __forceinline__ bool take_all_rows(
+    const VerifyTask& a, const WalkTree& tree, Team team, const WarpItems& items, ChunksAhead<T>& ahead) {
+    TeamScratch* s = team.s;
+    const int node = items.node(team.warp()), slices = items.slices;
     const uint32_t tag = s->first_tag;
-    if (item.node < tree.n) {
-        Row<T>& row = *reinterpret_cast<Row<T>*>(s->warp_rows[team.warp()]);
-        copy_words(&row, s->rows[0], team.lane(), 32);
-        __syncwarp();
-        const int depth = node_depth<false>(team, item.node);
+    const bool active = node < tree.n;
+    Row<T>& row = *reinterpret_cast<Row<T>*>(s->warp_rows[team.warp()]);
+    copy_words(&row, s->rows[0], team.lane(), 32);
+    __syncwarp();
+    float bound = -kInf;
+    if (active) {
+        const int depth = node_depth<false>(team, node);
         if (team.lane() == 0) {
-            row.set_slice(item.slice, item.slices, 32);
-            open_row<false>(a, row, tree.begin + item.node, depth, 0, team);
+            row.set_slice(items.slice(team.warp()), slices, 32, kWarpLineShift);
+            open_row<false>(a, row, tree.begin + node, depth, 0, team);
         }
         __syncwarp();
-        const Word key = warp_best(row);
-        if (team.lane() == 0) put_tagged(team.item_place(item.at), static_cast<uint32_t>(key >> 32), static_cast<uint32_t>(key), tag);
+        const int c = row.start(team.lane());
+        bound = row.p.greedy() ? scan_chunks<true>(row, c, ahead) : scan_chunks<false>(row, c, ahead);
+    }
+    const unsigned same = __ballot_sync(kFullWarp, team.lane() < kTeamWarps && items.node(team.lane()) == node);
+    Word key;
+    if (segment_best(row, team, bound, active, same, &key) && team.lane() == 0) {
+        put_tagged(team.item_place(items.at0 + node - items.node0), static_cast<uint32_t>(key >> 32), static_cast<uint32_t>(key), tag);
     }
     if (team.index > 0) return false;
-    for (int n = team.warp(); n < tree.n; n += kTeamWarps) {
+    // `group` threads for each node, one for each of its segments
+    int group = 1;
+    while (group < (slices + 2 * kTeamWarps - 2) / kTeamWarps) group *= 2;
+    for (int i0 = 0; i0 < tree.n * group; i0 += kTeamThreads) {
+        const int n = (i0 + team.tid()) / group, part = (i0 + team.tid()) % group;
+        const int block = n * slices / kTeamWarps + part;
         Word best = 0;
         uint32_t status = 0;
-        for (int i = team.lane(); i < item.slices; i += 32) {
-            const uint2 w = get_tagged(team.item_place(n * item.slices + i), tag);
-            const Word key = static_cast<Word>(w.x) << 32 | (w.y & ~static_cast<uint32_t>(kKeyStatus));
-            status |= w.y & static_cast<uint32_t>(kKeyStatus);
-            best = key > best ? key : best;
+        if (n < tree.n && block * kTeamWarps < (n + 1) * slices) {
+            const uint2 w = get_tagged(team.item_place(block * kTeamWarps + n - block * kTeamWarps / slices), tag);
+            status = w.y & static_cast<uint32_t>(kKeyStatus);
+            best = static_cast<Word>(w.x) << 32 | (w.y & ~static_cast<uint32_t>(kKeyStatus));
         }
-        best = warp_max_word(best) | __reduce_or_sync(kFullWarp, status);
-        if (team.lane() == 0) s->node_keys[n] = best;
+        for (int d = 1; d < group; d <<= 1) {
+            const Word other = __shfl_xor_sync(kFullWarp, best, d);
+            best = other > best ? other : best;
+            status |= __shfl_xor_sync(kFullWarp, status, d);
+        }
+        if (n < tree.n && part == 0) s->node_keys[n] = best | status;
     }
     __syncthreads();
     return true;
@@ -98,36 +151,43 @@ __device__ bool take_rows_by_teams(const VerifyTask& a, const WalkTree& tree, Te
     return true;
 }
 
-// Grid (B * blocks).
+// Grid (B * blocks). What needs no answer is asked for first: the request's rows and nodes, then logits.
 template <class T, bool kExtras>
 __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) verify_tree_kernel(const __grid_constant__ VerifyTask a) {
     int64_t b;
-    Team team = join_team(a, reinterpret_cast<TeamScratch*>(dynamic_shared()), &b);
+    AheadTeam team(join_team(a, reinterpret_cast<TeamScratch*>(dynamic_shared()), &b), a.in, a.tokens, b);
     TeamScratch* s = team.s;
-    if (a.in.active[b] == 0) {
+    const int32_t active = a.in.active[b];
+    const NodeRange range = node_range(a.in.cu_nodes, b, a.in.rows);
+    ChunksAhead<T> ahead;
+    const bool all = a.shape.all_rows && team.size > 1;
+    const bool aligned = a.stride * sizeof(T) % 16 == 0 && reinterpret_cast<uintptr_t>(a.logits) % 16 == 0;
+    const bool by_warps = !kExtras && all && aligned && active && range.n > 0 && range.n <= team.size * kTeamWarps;
+    const WarpItems items(team, by_warps ? range.n : 1);
+    if (by_warps) {
+        const int node = items.node(team.warp()), slice = items.slice(team.warp());
+        if (node < range.n) {
+            ahead.ask(static_cast<const T*>(a.logits) + (range.begin + node) * a.stride, slice * 32 + team.lane(), 32 * items.slices,
+                      static_cast<int>(a.in.vocab) / kChunk);
+        }
+    } else if (active && range.n > 0) {
+        prefetch_slice<T>(a, range.begin, team);
+    }
+    if (!active) {
         if (team.index == 0) write_inactive(team, a.out, b);
         return;
     }
-    const NodeRange range = node_range(a.in.cu_nodes, b, a.in.rows);
-    if (a.shape.all_rows && range.n > 0 && range.n <= team.size * kTeamWarps) {
-        const WarpItem item(team, range.n);
-        if (item.node < range.n) prefetch_lines<T>(a, range.begin + item.node, item.slice, item.slices, team.lane(), 32);
-    } else if (range.n > 0) {
-        prefetch_slice<T>(a, range.begin, team);
-    }
     if (team.tid() == kTeamThreads - 1) init_rows<kExtras, T>(a, b, team);
     const WalkTree tree = open_tree(team, a.in, a.tokens, b);  // has a barrier
-    const bool wide = s->params.filtered() || a.out.logprobs, all = a.shape.all_rows && team.size > 1 && tree.n > 0;
+    const bool wide = s->params.filtered() || a.out.logprobs;
     if constexpr (!kExtras) {
-        const Row<T>& row = *reinterpret_cast<const Row<T>*>(s->rows[0]);
-        const bool aligned = a.stride * sizeof(T) % 16 == 0 && reinterpret_cast<uintptr_t>(a.logits) % 16 == 0;
-        if (all && !wide && row.plain && aligned && tree.n <= team.size * kTeamWarps) {
-            if (take_all_rows<T>(a, tree, team) && team.warp() == 0) walk_keys(a, tree, team, b);
+        if (by_warps && !wide && tree.n == range.n && reinterpret_cast<const Row<T>*>(s->rows[0])->plain) {
+            if (take_all_rows<T>(a, tree, team, items, ahead)) walk_keys(a, tree, team, b);
             return;
         }
     }
     if (all && tree.n > 1 && tree.n <= team.size) {
-        if (take_rows_by_teams<kExtras, T>(a, tree, team) && team.warp() == 0) walk_keys(a, tree, team, b);
+        if (take_rows_by_teams<kExtras, T>(a, tree, team)) walk_keys(a, tree, team, b);
         return;
     }
     if (wide && team.size > kTeamWide) {

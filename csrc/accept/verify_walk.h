@@ -5,7 +5,9 @@
 // A walker W says how the work is spread over threads; every thread that walks calls the same functions:
 //   open(parents, tokens, begin, n)    makes parent(i) and token(i) of the request's nodes readable
 //   all(begin, end, f), first(begin, end, f)   over i in [begin, end): f(i) everywhere; lowest i with f(i), or -1
+//   child(node, n, token)              the lowest child of a node that carries the token, or -1
 //   each(n, f)                         f(i) for i in [0, n), in any order
+//   remaining(p)                       *p, perhaps read before
 //   leader(), writes(), sync()         one thread; may this thread write outputs; barrier of those that may
 //   add_one(p)                         ++*p, also where several threads hit the same p
 //   path(), emitted(), logprob()       arrays of kMaxNodes that the leader fills; others may read them after sync()
@@ -106,43 +108,53 @@ FV_HD void write_inactive(W& w, const VerifyOutputs& out, int64_t b) {
     if (w.leader()) out.num_tokens_out[b] = out.flags[b] = 0;
 }
 
-// choose(node, depth, drafted tokens above the node) gives the token of a visited row, the same to every thread.
+// Where a walk stands: the node to visit next (-1: none), how many were visited, how many tokens they gave.
+struct WalkState {
+    int32_t node, visited, count, flags;
+    FV_HD WalkState(const WalkTree& tree, int32_t param_flags)
+        : node(tree.n > 0 ? 0 : -1), visited(0), count(0), flags(tree.flags | param_flags) {}
+    FV_HD bool goes_on(int64_t max_path) const { return node >= 0 && visited < max_path; }
+};
+
+// Takes the token of the node at which the walk stands; the same to every thread that walks.
 #ifdef __CUDACC__
 #pragma nv_exec_check_disable
 #endif
-template <class W, class Choose>
-FV_HD void walk_tree(
-    W& w, const WalkTree& tree, int32_t param_flags, const VerifyOutputs& out, const StopIds& stops, int64_t b,
-    const Choose& choose) {
-    const int64_t d = out.max_path;
-    int32_t flags = tree.flags | param_flags;
-    int32_t count = 0, visited = 0;
-    for (int32_t node = tree.n > 0 ? 0 : -1; node >= 0 && visited < d;) {
-        // emitted()[0 .. visited) are exactly the drafted tokens on the path above this node
-        const Chosen c = choose(node, visited, w.emitted());
-        if (w.leader()) w.path()[visited] = node;
-        ++visited;
-        if (c.bad) flags |= kFlagBadRow;
-        if (!c.has_token) {
-            flags |= kFlagEmptyRow;
-            break;
-        }
-        if (w.leader()) {
-            w.logprob()[count] = c.logprob;
-            w.emitted()[count] = c.token;
-        }
-        ++count;
-        if (c.bad) break;
-        const int32_t parent = node;
-        node = w.first(parent + 1, tree.n, [&](int32_t j) { return w.parent(j) == parent && w.token(j) == c.token; });
-        if (node >= 0 && visited == d) flags |= kFlagPathFull;
+template <class W>
+FV_HD void walk_on(W& w, const WalkTree& tree, int64_t max_path, const Chosen& c, WalkState& at) {
+    if (w.leader()) w.path()[at.visited] = at.node;
+    ++at.visited;
+    const int32_t parent = at.node;
+    at.node = -1;
+    if (c.bad) at.flags |= kFlagBadRow;
+    if (!c.has_token) {
+        at.flags |= kFlagEmptyRow;
+        return;
     }
+    if (w.leader()) {
+        w.logprob()[at.count] = c.logprob;
+        w.emitted()[at.count] = c.token;
+    }
+    ++at.count;
+    if (c.bad) return;
+    at.node = w.child(parent, tree.n, c.token);
+    if (at.node >= 0 && at.visited == max_path) at.flags |= kFlagPathFull;
+}
+
+// Clips what was found and writes it.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable
+#endif
+template <class W>
+FV_HD void finish_walk(W& w, const WalkState& at, const VerifyOutputs& out, const StopIds& stops, int64_t b) {
     if (!w.writes()) return;
     w.sync();
+    const int64_t d = out.max_path;
+    int32_t flags = at.flags;
 
     // tokens that are really emitted: up to and including the first stop id, within the budget; the earlier end wins
-    const int64_t remaining = out.remaining[b];
-    int32_t kept = remaining < 0 ? 0 : remaining < count ? static_cast<int32_t>(remaining) : count;
+    const int64_t remaining = w.remaining(out.remaining + b);
+    int32_t kept = remaining < 0 ? 0 : remaining < at.count ? static_cast<int32_t>(remaining) : at.count;
     const int32_t stop = w.first(0, kept, [&](int32_t i) {
         bool hit = false;
         for (int64_t s = 0; s < stops.n; ++s) hit = hit || w.emitted()[i] == stops.ids[s];
@@ -156,7 +168,7 @@ FV_HD void walk_tree(
     w.sync();  // everyone has read remaining
 
     w.each(d, [&](int64_t i) {
-        out.path[b * d + i] = i < visited ? w.path()[i] : -1;
+        out.path[b * d + i] = i < at.visited ? w.path()[i] : -1;
         out.out_tokens.set(b * d + i, i < kept ? w.emitted()[i] : -1);
         if (out.logprobs) out.logprobs[b * d + i] = i < kept ? w.logprob()[i] : 0.0f;
         if (out.counts && i < kept) {
@@ -169,6 +181,20 @@ FV_HD void walk_tree(
     out.remaining[b] = static_cast<int32_t>(remaining - kept);
     out.num_tokens_out[b] = kept;
     out.flags[b] = flags;
+}
+
+// choose(node, depth, drafted tokens above the node) gives the token of a visited row, the same to every thread.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable
+#endif
+template <class W, class Choose>
+FV_HD void walk_tree(
+    W& w, const WalkTree& tree, int32_t param_flags, const VerifyOutputs& out, const StopIds& stops, int64_t b,
+    const Choose& choose) {
+    WalkState at(tree, param_flags);
+    // emitted()[0 .. visited) are exactly the drafted tokens on the path above the node
+    while (at.goes_on(out.max_path)) walk_on(w, tree, out.max_path, choose(at.node, at.visited, w.emitted()), at);
+    finish_walk(w, at, out, stops, b);
 }
 
 // One host thread.
@@ -195,10 +221,14 @@ public:
         }
         return -1;
     }
+    int32_t child(int32_t node, int32_t n, int64_t token) const {
+        return first(node + 1, n, [&](int32_t j) { return parent(j) == node && this->token(j) == token; });
+    }
     template <class F>
     void each(int64_t n, const F& f) const {
         for (int64_t i = 0; i < n; ++i) f(i);
     }
+    int32_t remaining(const int32_t* p) const { return *p; }
     bool leader() const { return true; }
     bool writes() const { return true; }
     void sync() const {}

@@ -111,6 +111,11 @@ inline uint32_t atomic_add_acq_rel(uint32_t* p, uint32_t v) {
 inline void wait_for_previous_launch() {}
 inline void allow_next_launch() {}
 inline void prefetch_l2(const void*) {}
+inline uint4 load_readonly_16(const void* p) {
+    uint4 v;
+    std::memcpy(&v, p, 16);
+    return v;
+}
 inline uint4 load_streaming_16(const void* p) {
     uint4 v;
     std::memcpy(&v, p, 16);
@@ -130,6 +135,9 @@ inline void spin_pause() { emu::spin(); }
 
 inline uint32_t opaque(uint32_t x) { return x; }
 inline void cluster_barrier() { emu::cluster_barrier(); }
+inline void cluster_arrive() {}
+inline void cluster_arrive_relaxed() {}
+inline void cluster_wait() { emu::cluster_barrier(); }
 inline uint32_t cluster_rank() { return emu::block_idx.x % emu::cluster_blocks; }
 template <class T>
 T* cluster_map(T* p, uint32_t rank) {
