@@ -4,14 +4,16 @@
         --runs tree-60@0,tree-60@0.8,tree-60@0.8:off --agreement --json lengths.json
 
 A run is SHAPE@TEMPERATURE, with ":off" for drafts without the noise of their own tokens. Prompt i of a set has seed SEED + i in every
-run, so the text of a temperature is the same under all shapes up to rounding (the column "same"). The file is written after every
-run; --seconds ends the list early. --agreement: teacher-forced depth-1 agreement (float32) on the greedy texts of the first run at 0.
+run, so the text of a temperature is the same under all shapes up to rounding (the column "same"); --same-text makes every run emit
+the text of the first one at its temperature, so that shapes and scores are compared in pairs. The file is written after every run;
+--seconds ends the list early. `varied` is tau over the prompts whose greedy text hardly repeats itself (4-grams 90 % distinct). --agreement: teacher-forced depth-1 agreement (float32) on the greedy texts of the first run at 0.
 """
 
 import argparse
 import json
 import sys
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -26,14 +28,29 @@ from fastverify.eagle3.shapes import parse_shape
 from fastverify.eagle3.stats import Stats, distinct_ngram_ratio
 from fastverify.kv.next_inputs import FIELDS
 
+VARIED = 0.9  # distinct 4-grams of a greedy text that counts as varied
 
 class CountingLoop(GraphLoop):
-    """A GraphLoop that counts the rounds of every request by its set: by_set[key] is the Stats of requests with job.key = key."""
+    """A GraphLoop that counts every request's rounds (job.counts), and whose requests may be made to emit job.text."""
 
-    def __init__(self, *args, **kw) -> None:
-        super().__init__(*args, **kw)
-        self.pool.buckets = (len(self.pool.slots),)  # one capture a shape
-        self.by_set: dict = {}
+    def __init__(self, *args, max_batch: int, max_length: int, imposed: bool = False, **kw) -> None:
+        super().__init__(*args, max_batch=max_batch, max_length=max_length, hook=self._impose if imposed else None, **kw)
+        self.pool.buckets = (max_batch,)  # one capture a shape
+        self.texts = torch.full((max_batch, max_length + 2), -1, device=self.device)  # id at every position of the slot's text
+
+    def _prefill(self, job) -> None:
+        text = [*job.prompt, *job.text] if self.hook else []
+        self.texts[job.slot].copy_(torch.tensor((text + [-1] * self.texts.shape[1])[:self.texts.shape[1]]))
+        super()._prefill(job)
+
+    def _impose(self, logits: torch.Tensor, plan) -> None:
+        """Makes the next token of the text by far the most likely one of every node."""
+        t = plan.tree
+        slot = torch.searchsorted(t.cu_nodes[1:], torch.arange(t.tokens.numel(), dtype=torch.int32, device=logits.device), right=True)
+        place = (t.positions.long() + 1).clamp(0, self.texts.shape[1] - 1)
+        token = self.texts[slot.clamp(max=self.texts.shape[0] - 1), place][:, None]
+        index = token.clamp(min=0)
+        logits.scatter_(1, index, torch.where(token >= 0, logits.new_full((), 3e4), logits.gather(1, index)))
 
     def _collect(self) -> list:
         flight = self._flight[0]
@@ -42,24 +59,35 @@ class CountingLoop(GraphLoop):
         for job, row in zip(flight.jobs, flight.rows.tolist()):
             taken, nodes, depth = row[2:FIELDS]
             if flight.shape is not None and job is not None and job.finish is None and nodes:
-                self.by_set.setdefault(job.key, Stats()).count([taken], [depth], [nodes])
+                job.counts.count([taken], [depth], [nodes])
         return super()._collect()
 
 
-def decode(session, sets: dict, shape: str, temperature: float, coupled: bool, args) -> tuple:
-    """Runs every prompt of every set; ({set: Stats}, {set: [tokens]}, seconds)."""
+def decode(session, sets: dict, shape: str, temperature: float, coupled: bool, args, texts: "dict | None" = None) -> tuple:
+    """Runs every prompt of every set; ({set: [Stats]}, {set: [tokens]}, seconds). texts {set: [tokens]}: what they are to emit."""
     longest = max(len(ids) for prompts in sets.values() for ids in prompts)
     loop = CountingLoop(session.target, session.draft, shapes=(parse_shape(shape),), max_batch=args.batch,
-                        max_length=longest + args.max_new_tokens, coupled=coupled)
+                        max_length=longest + args.max_new_tokens, coupled=coupled, imposed=texts is not None)
     start, jobs = time.perf_counter(), {}
     for name, prompts in sets.items():
         for i, ids in enumerate(prompts):
             job = loop.submit(ids, args.max_new_tokens, SamplingParams(temperature=temperature, seed=args.seed + i))
-            job.key = name
+            job.counts, job.text = Stats(), texts[name][i] if texts else []
             jobs.setdefault(name, []).append(job)
     for _ in loop.run():
         pass
-    return loop.by_set, {n: [j.tokens for j in js] for n, js in jobs.items()}, time.perf_counter() - start
+    return ({n: [j.counts for j in js] for n, js in jobs.items()}, {n: [j.tokens for j in js] for n, js in jobs.items()},
+            time.perf_counter() - start)
+
+
+def merged(stats: list) -> Stats:
+    """The counts of several requests together."""
+    out = Stats()
+    for s in stats:
+        out.rounds, out.spec_rounds = out.rounds + s.rounds, out.spec_rounds + s.spec_rounds
+        out.accepted, out.drafted = out.accepted + s.accepted, out.drafted + s.drafted
+        out.at_depth = [sum(x) for x in zip_longest(out.at_depth, s.at_depth, fillvalue=0)]
+    return out
 
 
 def parse_run(text: str) -> tuple:
@@ -109,6 +137,7 @@ def main(argv: "list | None" = None) -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further run after so long")
+    parser.add_argument("--same-text", action="store_true", help="every run emits the text of the first run at its temperature")
     parser.add_argument("--agreement", action="store_true", help="teacher-forced depth-1 agreement on the greedy texts")
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args(argv)
@@ -125,18 +154,23 @@ def main(argv: "list | None" = None) -> int:
             if time.perf_counter() - begin > args.seconds:
                 print(f"no time left for {shape}@{temperature:g}")
                 continue
-            stats, texts, seconds = decode(session, sets, shape, temperature, coupled, args)
-            base = first_text.setdefault(temperature, texts)
-            rows = [dict(set=n, tree=shape, temperature=temperature, coupled=coupled and temperature > 0, prompts=len(sets[n]),
-                         tau=stats[n].tau, rounds=stats[n].rounds, accepted=stats[n].accepted, drafted=stats[n].drafted,
-                         per_depth=[round(u, 4) for _, u, _ in stats[n].per_depth()],
-                         distinct_4gram_ratio=sum(map(distinct_ngram_ratio, texts[n])) / len(texts[n]),
-                         same=sum(a == b for a, b in zip(base[n], texts[n]))) for n in sets]
+            by_prompt, texts, seconds = decode(session, sets, shape, temperature, coupled, args,
+                                               first_text.get(temperature) if args.same_text else None)
+            base, rows = first_text.setdefault(temperature, texts), []
+            for n in sets:
+                s, distinct = merged(by_prompt[n]), [distinct_ngram_ratio(t) for t in texts[n]]
+                varied = [c for c, t in zip(by_prompt[n], first_text.get(0.0, {n: []})[n]) if distinct_ngram_ratio(t) >= VARIED]
+                rows.append(dict(set=n, tree=shape, temperature=temperature, coupled=coupled and temperature > 0, prompts=len(sets[n]),
+                                 tau=s.tau, rounds=s.rounds, accepted=s.accepted, drafted=s.drafted,
+                                 per_depth=[round(u, 4) for _, u, _ in s.per_depth()], distinct_4gram_ratio=sum(distinct) / len(distinct),
+                                 varied=merged(varied).tau if varied else None, varied_prompts=len(varied),
+                                 same=sum(a == b for a, b in zip(base[n], texts[n]))))
             data["rows"] += rows
             mean = sum(r["tau"] for r in rows) / len(rows)
+            on_varied = [r["varied"] for r in rows if r["varied"]]
             print(f"{shape}@{temperature:g}{'' if coupled else ':off'}".ljust(18),
                   " ".join(f"{r['set']} {r['tau']:.2f} ({r['distinct_4gram_ratio']:.2f})" for r in rows), f"mean {mean:.3f}",
-                  f"{seconds:.1f} s", flush=True)
+                  f"varied {sum(on_varied) / len(on_varied):.3f}" if on_varied else "", f"{seconds:.1f} s", flush=True)
             if args.agreement and temperature == 0 and "agreement" not in data:
                 data["agreement"] = agreement(session, sets, texts)
                 print("depth-1 agreement", {n: v["depth_1"] for n, v in data["agreement"].items()}, flush=True)

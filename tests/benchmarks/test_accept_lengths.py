@@ -1,5 +1,6 @@
 """benchmarks/loop/accept_lengths.py: counts by set in one continuous batch are those of every set alone."""
 
+import argparse
 import importlib.util
 import json
 from pathlib import Path
@@ -41,6 +42,30 @@ def test_counts_by_set(script, tmp_path, batch):
         assert (row["rounds"], row["accepted"], row["drafted"], row["tau"]) == (s.rounds, s.accepted, s.drafted, s.tau)
         assert row["prompts"] == row["same"] == len(SETS[row["set"]]) and 0 < row["distinct_4gram_ratio"] <= 1
     assert set(data["agreement"]) == set(SETS) and all(0 <= v["depth_1"] <= 1 for v in data["agreement"].values())
+
+
+def test_imposed_text(script, tmp_path):
+    """The text of the first run of a temperature is emitted by the others, whatever the seed; counts follow it."""
+    file, out = tmp_path / "one.jsonl", tmp_path / "out.json"
+    file.write_text("".join(json.dumps({"token_ids": ids}) + "\n" for ids in SETS["two"]))
+
+    def rows(*extra) -> list:
+        script.main(["--target", str(GOLDEN / "target"), "--draft", str(GOLDEN / "draft"), "--prompts", str(file), "--runs",
+                     "tree-8@0,tree-8@0.8,tree-8@0.8,chain-3@0.8,tree-8@0.8:off,chain-3@0", "--max-new-tokens", "14", "--batch", "2",
+                     "--device", "cpu", "--json", str(out), *extra])
+        return json.loads(out.read_text())["rows"]
+
+    plain, imposed = rows(), rows("--same-text")  # float32 on a CPU: the text is the same in any case
+    assert all(r["same"] == 3 for r in plain + imposed)
+    for a, b in zip(plain, imposed):
+        assert (a["rounds"], a["accepted"], a["varied"], a["per_depth"]) == (b["rounds"], b["accepted"], b["varied"], b["per_depth"])
+    session, args = script.open_session("x", argparse.Namespace(target=str(GOLDEN / "target"), draft=str(GOLDEN / "draft"), device="cpu",
+                                                                dtype="float32", threads=None), script.Output(json_only=True), False), \
+        argparse.Namespace(batch=2, max_new_tokens=9, seed=1)
+    want = {"two": [[7, 8, 9, 10], [400, 7], [5] * 9]}
+    _, texts, _ = script.decode(session, {"two": SETS["two"]}, "tree-8", 0.8, True, args, want)
+    for got, text in zip(texts["two"], want["two"]):
+        assert got[1:len(text)] == text[1:]  # the first token comes from the prompt's own forward
 
 
 def test_runs_are_read_or_refused(script):
