@@ -35,8 +35,6 @@ out=benchmarks/results
 mkdir -p "$out"
 # shellcheck disable=SC2086
 "$python" -m fastverify bench run $quick --out "$out" || status=1
-# shellcheck disable=SC2086
-"$python" -m fastverify bench step $quick --out "$out" || status=1
 [ -n "$quick" ] || "$python" benchmarks/readme.py
 echo "gpu: build $build s, tests $tests s, benchmarks $((SECONDS - start)) s; results in $out"
 exit $status

@@ -52,11 +52,11 @@ class Script:
 
 
 def scripts(root: Path, gpus: int) -> list:
-    """Every bench_<op>.py of a stage; `step` and `loop` have commands of their own."""
+    """Every bench_<op>.py of a stage, the step last; `loop` has a command of its own."""
     found = []
-    for path in sorted(root.glob("*/bench_*.py")):
+    for path in sorted(root.glob("*/bench_*.py"), key=lambda p: (p.parent.name == "step", p)):
         stage, op = path.parent.name, path.stem.removeprefix("bench_")
-        if stage in ("loop", "step", "host"):
+        if stage in ("loop", "host"):
             continue
         script = Script(op, stage, path)
         if stage == "comm":

@@ -187,7 +187,7 @@ def test_list_names_everything(cli):  # noqa: F811
     code, out, err = cli("bench")
     assert code == 0 and err == ""
     for script in (ROOT / "benchmarks").glob("*/bench_*.py"):
-        if script.parent.name not in ("loop", "step", "host"):
+        if script.parent.name not in ("loop", "host"):
             assert re.search(rf"^{script.stem.removeprefix('bench_')} .*benchmarks/{script.parent.name}/{script.name}", out, re.M)
     for provider in bench_run.PROVIDERS:
         assert provider in out
