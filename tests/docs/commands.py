@@ -82,7 +82,7 @@ RULES = (
     Rule(r"fastverify trace (RANK|rank0)\.json\.gz .*",
          "fastverify trace tests/data/gpu_traces/late-rank0.json.gz tests/data/gpu_traces/late-rank1.json.gz", quick=True),
     Rule(r"fastverify bench|python -m benchmarks", quick=True),
-    Rule(r"fastverify bench run --quick", "fastverify bench run --quick --limit 60"),
+    Rule(r"fastverify bench run( --quick)?", "fastverify bench run --quick --limit 60"),
     Rule(r"fastverify bench run verify_tree .*",
          "fastverify bench run verify_tree --batch 1,8 --nodes 16,64 --vocab 32000 --repeats 3 --only cpu,cuda --out {work}/results"),
     Rule(r"fastverify bench step( --plot plots)?", "fastverify bench step --quick --model tiny --plot {work}/plots"),
