@@ -3,6 +3,7 @@
 import argparse
 import runpy
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def add_parser(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("bench", help="benchmarks of ops, step and loop; compare two results", description=text)
     kinds = parser.add_subparsers(metavar="WHAT", dest="what", title="what")
     kinds.add_parser("list", help="ops, and providers that are installed or not (default)")
-    run_ = kinds.add_parser("run", help="ops or stages, all without a name")
+    run_ = kinds.add_parser("run", help="ops or stages; without a name all of them and the step")
     run_.add_argument("names", nargs="*", metavar="OP|STAGE")
     step = kinds.add_parser("step", help="a whole verify step, stage by stage and in one run")
     step.add_argument("--model", metavar="NAME,...", help="smollm2-135m, llama-3-8b, ... (default: what the device can hold)")
@@ -127,18 +128,23 @@ def _run(args: argparse.Namespace) -> int:
         sys.path.insert(0, str(root))
         from harness import write_rows
     counts = bench_run.expected(root / "results", "cpu" if on_cpu else "cuda")
-    with out.progress("benchmarks", 1000) as update:
-        for outcome in bench_run.run(wanted, flags, lambda share, text: update(int(1000 * share), text=text), args.quick, args.limit, counts,
-                                     ahead=not on_cpu):
-            rows += outcome.rows
-            if args.out and outcome.rows:  # at once: a run that is cut short keeps what it has
-                stored = write_rows(args.out, outcome.rows)
-            if outcome.error:
-                failed.append(outcome.script.op)
-                out.note(f"{outcome.script.op}: {outcome.error}")
-            elif outcome.status == 1:
-                wrong.append(outcome.script.op)
-            out.note(f"{outcome.script.op}: {len(outcome.rows)} rows in {outcome.seconds:.0f} s")
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the scripts end with this process
+    try:
+        with out.progress("benchmarks", 1000) as update:
+            for outcome in bench_run.run(wanted, flags, lambda share, text: update(int(1000 * share), text=text), args.quick, args.limit, counts,
+                                         ahead=not on_cpu):
+                rows += outcome.rows
+                if args.out and outcome.rows:  # at once: a run that is cut short keeps what it has
+                    stored = write_rows(args.out, outcome.rows)
+                if outcome.error:
+                    if "no provider of --only" not in outcome.error:  # that other scripts have it is no failure
+                        failed.append(outcome.script.op)
+                    out.note(f"{outcome.script.op}: {outcome.error}")
+                elif outcome.status == 1:
+                    wrong.append(outcome.script.op)
+                out.note(f"{outcome.script.op}: {len(outcome.rows)} rows in {outcome.seconds:.0f} s")
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if args.out and rows:
         out.note(f"{len(rows)} rows in {stored}")
     _present(out, rows, args)
