@@ -34,6 +34,12 @@ void run_clusters(const Launch& launch, void (*kernel)(P...), int cluster, bool 
         FV_CUDA_CHECK(launch.op, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                       static_cast<int>(smem)));
     }
+    if (resident) {  // a capture refuses clusters in a cooperative launch; comm_choice.h asks for no more than fit anyway
+        cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+        FV_CUDA_CHECK(launch.op, cudaStreamIsCapturing(launch.stream, &capture));
+        resident = capture == cudaStreamCaptureStatusNone;
+        overlap = false;
+    }
     cudaLaunchAttribute attributes[2];
     attributes[0].id = resident ? cudaLaunchAttributeCooperative : cudaLaunchAttributeProgrammaticStreamSerialization;
     if (resident) attributes[0].val.cooperative = 1;
