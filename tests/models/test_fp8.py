@@ -8,7 +8,7 @@ from fastverify.cli.main import main
 from fastverify.eagle3.graph_loop import GraphLoop
 from fastverify.eagle3.shapes import parse_shape
 from fastverify.models.dummy import dummy_draft, dummy_target
-from fastverify.models.fp8 import Fp8Weight, quantised, rms_norm_quantised, silu_mul_quantised, to_fp8
+from fastverify.models.fp8 import Fp8Weight, check_device, quantised, rms_norm_quantised, silu_mul_quantised, to_fp8
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -81,3 +81,13 @@ def test_what_cannot_be():
 def test_the_command(capsys):
     assert main(["generate", "--dummy", "tiny", "--weights", "fp8", "--token-ids", "3,4,5", "--device", "cpu", "--max-new-tokens", "8"]) == 0
     assert "weights: the target's matrices are rounded to float8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("capability,refused", [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((12, 0), False)])
+def test_gpu_without_float8_is_refused(monkeypatch, capability, refused):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if refused:
+        with pytest.raises(ValueError, match=rf"to_fp8: the GPU must have float8 products \(sm_89 or later\); got sm_{capability[0]}{capability[1]}. Fix:"):
+            check_device(torch.device("cuda"))
+    else:
+        check_device(torch.device("cuda"))
