@@ -229,7 +229,7 @@ def captured_cycle(me: Rank, target, draft, shape, profiled: bool = False, alone
 def replay_time(me: Rank, replay, profiled: bool, alone: bool, repeats: int = 20) -> tuple:
     """(median us of a replay, us of it in kernels between ranks) on this rank. alone: the other ranks do not take part."""
     together, samples = (lambda: None) if alone else me.together, []
-    for i in range((repeats if me.cuda else 1) + 3):
+    for i in range((repeats if me.cuda and not profiled else 1) + 3):
         together()
         us = me.elapsed(replay)
         if i >= 3:
