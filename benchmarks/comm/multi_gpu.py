@@ -4,8 +4,8 @@
     python benchmarks/comm/multi_gpu.py --quick --out DIR   # measurements only, about 100 s at two GPUs
 
 Rows of a world size go to DIR/<device>-x<W>-<date>.json, each at once. Sections, in the order of --sections: sums (all_reduce and
-all_reduce_rms_norm: peer, host mailbox, our NCCL communicator, torch's NCCL, torch symmetric memory, peers.py, sglang_peer.py), without-p2p
-(NCCL with NCCL_P2P_DISABLE=1), verifies (vocab-parallel verify_tree), loop (the decode loop), linears and resident (linear_all_reduce), one-card
+all_reduce_rms_norm: peer, host mailbox, our NCCL communicator, torch's NCCL, torch symmetric memory), peers (FlashInfer's and
+sglang-kernel's kernels), without-p2p (NCCL with NCCL_P2P_DISABLE=1), verifies (vocab-parallel verify_tree), loop (the decode loop), linears and resident (linear_all_reduce), one-card
 (linear_all_reduce of two ranks on one GPU under MPS: the mailbox over one real link). A section that fails or takes longer than
 --section-seconds does not stop the others. A sample is one replay of a graph of 100 chained calls (20 or 10 where noted by the section)
 divided by them; a row is the minimum over ranks of the medians. NVLink multicast stays off. --rehearse: everything but the
@@ -32,8 +32,8 @@ import torch
 from harness import options
 from ranks import spawn
 
-SECTIONS = ("sums", "without-p2p", "verifies", "loop", "linears", "resident", "one-card")
-REHEARSED = ("sums", "without-p2p", "verifies", "loop", "linears", "resident")
+SECTIONS = ("sums", "peers", "without-p2p", "verifies", "loop", "linears", "resident", "one-card")
+REHEARSED = ("sums", "peers", "without-p2p", "verifies", "loop", "linears", "resident")
 
 
 def body(me, args) -> int:
@@ -59,8 +59,8 @@ def section(me, args, name: str, wanted: Optional[tuple]) -> None:
         import loop_section
         loop_section.loops(me, args, wanted or loop_section.PARTS)
         return
-    if name == "without-p2p":
-        sections.sums_without_p2p(me, args)
+    if name in ("without-p2p", "peers"):
+        sections.sums_without_p2p(me, args) if name == "without-p2p" else sections.peer_sums(me, args, *([wanted] if wanted else []))
         return
     rows = max(args.rows) if name == "sums" else max(min(1024, max(args.linear_rows)), 64)
     own = tuple(way for way in args.over if way != "nccl")

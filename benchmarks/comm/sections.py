@@ -36,24 +36,38 @@ def communicators(me: Rank, max_bytes: int, wanted: tuple = WAYS) -> dict:
 
 # ---- all_reduce, all_reduce_rms_norm -----------------------------------------------------------------------------------------
 
+class Message:
+    """Inputs and results of one [rows, hidden] bf16 sum, the same on every rank."""
+
+    def __init__(self, me: Rank, rows: int, hidden: int) -> None:
+        self.shape = dict(W=me.world, rows=rows, H=hidden)
+        g = torch.Generator().manual_seed(1000 * rows)
+        parts = [torch.randn(rows, hidden, generator=g).bfloat16() for _ in range(me.world)]
+        self.x, self.want = parts[me.rank].to(me.device), fold(parts)
+        self.residual = torch.randn(rows, hidden, generator=g).bfloat16().to(me.device)
+        self.weight = torch.ones(hidden, dtype=torch.bfloat16, device=me.device)
+        self.exact, self.bound = sum(p.double() for p in parts), 2.0**-7 * me.world
+
+    def close(self, t: torch.Tensor) -> bool:
+        return bool(((t.double().cpu() - self.exact).abs() <= self.bound * (1 + self.exact.abs())).all())
+
+
 def sums(me: Rank, args, comms: dict) -> None:
     symmetric = SymmetricMemory(me, max(args.rows) * args.hidden)
-    peers, sglang = Peers(me, max(args.rows), args.hidden, args.peers_lib), Sglang(me, max(args.rows), args.hidden)
     for rows in args.rows:
-        shape = dict(W=me.world, rows=rows, H=args.hidden)
-        g = torch.Generator().manual_seed(1000 * rows)
-        parts = [torch.randn(rows, args.hidden, generator=g).bfloat16() for _ in range(me.world)]
-        x, want = parts[me.rank].to(me.device), fold(parts)
-        residual = torch.randn(rows, args.hidden, generator=g).bfloat16().to(me.device)
-        weight = torch.ones(args.hidden, dtype=torch.bfloat16, device=me.device)
-        exact = sum(p.double() for p in parts)
-        close = lambda t: bool(((t.double().cpu() - exact).abs() <= 2.0**-7 * (1 + exact.abs()) * me.world).all())  # noqa: E731
+        m = Message(me, rows, args.hidden)
         for name, comm in comms.items():
-            own_sums(me, name, comm, shape, x, want, residual, weight, close)
-        nccl_rows(me, "NCCL", x, residual.clone(), weight, shape, close)
-        symmetric.rows(me, x, residual.clone(), weight, shape, close)
-        peers.rows(me, x, residual, weight, shape, close)
-        sglang.rows(me, x, residual, weight, shape, close)
+            own_sums(me, name, comm, m.shape, m.x, m.want, m.residual, m.weight, m.close)
+        nccl_rows(me, "NCCL", m.x, m.residual.clone(), m.weight, m.shape, m.close)
+        symmetric.rows(me, m.x, m.residual.clone(), m.weight, m.shape, m.close)
+
+
+def peer_sums(me: Rank, args, wanted: tuple = ("flashinfer", "sglang")) -> None:
+    made = {"flashinfer": lambda: Peers(me, max(args.rows), args.hidden, args.peers_lib), "sglang": lambda: Sglang(me, max(args.rows), args.hidden)}
+    for peer in [made[name]() for name in wanted]:
+        for rows in args.rows:
+            m = Message(me, rows, args.hidden)
+            peer.rows(me, m.x, m.residual, m.weight, m.shape, m.close)
 
 
 def own_sums(me: Rank, name: str, comm, shape: dict, x, want, residual, weight, close) -> None:
@@ -106,13 +120,8 @@ def nccl_rows(me: Rank, label: str, x, res, weight, shape: dict, close) -> None:
 def sums_without_p2p(me: Rank, args) -> None:
     """In processes of their own: NCCL reads NCCL_P2P_DISABLE once."""
     for rows in args.rows:
-        shape = dict(W=me.world, rows=rows, H=args.hidden)
-        parts = [torch.randn(rows, args.hidden, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(me.world)]
-        exact = sum(p.double() for p in parts)
-        close = lambda t: bool(((t.double().cpu() - exact).abs() <= 2.0**-7 * (1 + exact.abs()) * me.world).all())  # noqa: E731
-        x = parts[me.rank].to(me.device)
-        weight = torch.ones(args.hidden, dtype=torch.bfloat16, device=me.device)
-        nccl_rows(me, "NCCL without P2P", x, x.clone(), weight, shape, close)
+        m = Message(me, rows, args.hidden)
+        nccl_rows(me, "NCCL without P2P", m.x, m.residual, m.weight, m.shape, m.close)
 
 
 class SymmetricMemory:
