@@ -303,7 +303,7 @@ def verifies(me: Rank, args, comms: dict) -> None:
 
             def gathered() -> None:
                 parts = torch.empty(me.world, nodes, shard, dtype=whole.dtype, device=device)
-                dist.all_gather_into_tensor(parts, mine, group=nccl)
+                dist.all_gather_into_tensor(parts.flatten(0, 1), mine, group=nccl)
                 logits = parts.transpose(0, 1).reshape(nodes, vocab)
                 found["gathered"] = verify_tree(logits, tokens, parents, cu, prefix, active, left.clone(), sampling, vocab_size=vocab)
             shape = dict(W=me.world, N=nodes, V=vocab, law=law)
