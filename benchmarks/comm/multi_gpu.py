@@ -97,7 +97,7 @@ def run_group(args, world: int, todo: list, variables: dict, same_gpu: bool) -> 
                 return
             except Exception as exc:
                 at = int(args.reached.read_text())
-                print(f"W={world}: section {todo[at]} broke off: {str(exc).strip().splitlines()[-1][:300]}", flush=True)
+                print(f"W={world}: section {todo[at]} broke off: {str(exc).strip().splitlines()[-1][:300]}", file=sys.stderr, flush=True)
                 todo = todo[at + 1:]
 
 
