@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Callable
 
@@ -19,7 +20,7 @@ GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
 def _rank(rank: int, world: int, port: int, out: str, decode: Callable, overlap_rows: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
     whole = load_target(GOLDEN / "target")
     draft = load_draft(GOLDEN / "draft", whole)
     with Communicator() as comm:
