@@ -29,7 +29,7 @@ import sections
 os.environ.update(sections.environment_for_ranks())
 
 import torch
-from harness import options
+from harness import options, store
 from ranks import spawn
 
 SECTIONS = ("sums", "peers", "without-p2p", "verifies", "loop", "linears", "resident", "one-card")
@@ -131,9 +131,10 @@ def run_world(args, world: int) -> None:
     for todo, variables, same_gpu in groups(args.sections):
         run_group(args, world, todo, variables, same_gpu)
     args.reached.unlink(missing_ok=True)
-    for path in sorted(args.out.glob("*.json")):  # device-date.json -> device-xW-date.json
-        stem = path.stem[:-11]
-        path.rename(out / f"{stem}-x{world}-{path.stem[-10:]}.json")
+    for path in sorted(args.out.glob("*.json")):  # device-date.json -> device-xW-date.json, whose rows of other sections stay
+        merged = out / f"{path.stem[:-11]}-x{world}-{path.stem[-10:]}.json"
+        store(merged, json.loads(path.read_text())["rows"])
+        path.unlink()
     args.out = out
 
 
