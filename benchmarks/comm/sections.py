@@ -215,7 +215,7 @@ def linear(me: Rank, args, name: str, comm, m: int, weight: torch.Tensor, reside
     shape = dict(W=me.world, M=m, N=n, K=k, over=name) | (dict(cards=1) if getattr(args, "same_gpu", False) else {})
     x = torch.randn(m, k, generator=torch.Generator(me.device).manual_seed(m), device=me.device).bfloat16()
     h, y = torch.zeros(m, n, dtype=torch.bfloat16, device=me.device), torch.zeros(m, n, dtype=torch.bfloat16, device=me.device)
-    kw = dict(chain=4 if m > 1024 else 10 if m > 256 else 20, repeats=min(8, args.repeats))
+    kw = dict(chain=10 if m > 1024 else 20 if m > 256 else 100, repeats=min(8, args.repeats))
     own, parts = comm.transport != "nccl", y.split(m if comm.transport == "nccl" else max(1, min(m, comm.max_bytes // (2 * n))))
 
     def sum_alone() -> None:
@@ -308,7 +308,7 @@ def verifies(me: Rank, args, comms: dict) -> None:
                 found["gathered"] = verify_tree(logits, tokens, parents, cu, prefix, active, left.clone(), sampling, vocab_size=vocab)
             shape = dict(W=me.world, N=nodes, V=vocab, law=law)
             nbytes = (me.world - 1) * nodes * shard * 2
-            me.row("all-gather + verify_tree", "verify_tree_sharded", shape, BF16, gathered, note=f"{nbytes} bytes in", chain=20)
+            me.row("all-gather + verify_tree", "verify_tree_sharded", shape, BF16, gathered, note=f"{nbytes} bytes in")
             for name, comm in comms.items():
                 words = []
 
@@ -327,7 +327,7 @@ def verifies(me: Rank, args, comms: dict) -> None:
                                    for f in ("out_tokens", "num_tokens_out", "next_root"))
                 sharded()
                 me.row(f"vocab-parallel over {name}", "verify_tree_sharded", shape, BF16, sharded, same,
-                       f"{(me.world - 1) * sum(words)} bytes in, {len(words)} gathers", chain=20)
+                       f"{(me.world - 1) * sum(words)} bytes in, {len(words)} gathers")
 
 
 def environment_for_ranks() -> dict:
