@@ -132,7 +132,7 @@ class SymmetricMemory:
 # ---- linear_all_reduce -------------------------------------------------------------------------------------------------------
 
 STREAMS = (("columns", 2), ("columns", 4), ("growing", 3), ("growing", 4), ("rows", 2), ("rows", 4))
-RESIDENT = (("resident", 1), ("resident", 2), ("resident", 4), ("resident", 7), ("resident", 8))
+RESIDENT = (("resident", 1), ("resident", 2), ("resident", 4), ("resident", 8), ("resident", 16))
 FEW = 8  # blocks or CTAs of a sum that leaves the SMs to the product
 
 

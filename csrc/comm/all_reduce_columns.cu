@@ -32,17 +32,6 @@ __device__ __forceinline__ void wait_as_one(Exchange<kHooks>& exchange, int asks
     __syncwarp();
 }
 
-template <class T>
-__device__ __forceinline__ uint4 add_vectors(uint4 a, uint4 b) {
-    constexpr int kN = Wire<T>::kElements;
-    float f[kN], g[kN];
-    Wire<T>::unpack(a, f);
-    Wire<T>::unpack(b, g);
-#pragma unroll
-    for (int k = 0; k < kN; ++k) f[k] += g[k];
-    return Wire<T>::pack(f);
-}
-
 template <class T, int kRanks, bool kHooks>
 __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
     const __grid_constant__ CommArgs args,
@@ -67,23 +56,11 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
     exchange.wipe_old_tags();
     exchange.failed = __any_sync(kWarp, exchange.failed);  // the same in a warp from here on
     const int world = args.world, rank = exchange.rank;
-    const uint32_t others = ((1u << world) - 1) & ~(1u << rank);
+    const uint32_t all = (1u << world) - 1, others = all & ~(1u << rank);
 
     // Vector i of a piece, `sum` of all ranks, to its place.
     auto put = [&](uint32_t piece, uint32_t i, const uint4 (&got)[kRanks]) {
-        constexpr int kN = Wire<T>::kElements;
-        float total[kN];
-#pragma unroll
-        for (int k = 0; k < kN; ++k) total[k] = -0.0f;  // -0 + x is x for every x, both zeros included
-#pragma unroll
-        for (int r = 0; r < kRanks; ++r) {
-            if (r >= world) continue;
-            float f[kN];
-            Wire<T>::unpack(got[r], f);
-#pragma unroll
-            for (int k = 0; k < kN; ++k) total[k] += f[k];
-        }
-        const uint4 sum = escape(Wire<T>::pack(total), Wire<T>::kNan);
+        const uint4 sum = escape(add_ranks<T>(all, got), Wire<T>::kNan);
         const uint32_t row = i / row_vectors, at = (row * pieces + piece) * row_vectors + (i - row * row_vectors);
         to[at] = add ? add_vectors<T>(to[at], sum) : sum;
     };
