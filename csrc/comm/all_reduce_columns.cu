@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
 
     // Vector i of a piece, `sum` of all ranks, to its place.
     auto put = [&](uint32_t piece, uint32_t i, const uint4 (&got)[kRanks]) {
-        const uint4 sum = escape(add_ranks<T>(all, got), Wire<T>::kNan);
+        const uint4 sum = escape(add_ranks<T, kRanks>(all, [&](int r) { return got[r]; }), Wire<T>::kNan);
         const uint32_t row = i / row_vectors, at = (row * pieces + piece) * row_vectors + (i - row * row_vectors);
         to[at] = add ? add_vectors<T>(to[at], sum) : sum;
     };

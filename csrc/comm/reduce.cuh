@@ -82,11 +82,8 @@ private:
     __device__ __forceinline__ uint4 add(uint32_t members, int region, uint32_t i, uint4 own) {
         uint4 got[kRanks];
         exchange.take(members & ~(1u << exchange.rank), region, i, got);
-#pragma unroll
-        for (int r = 0; r < kRanks; ++r) {
-            if (r == exchange.rank) got[r] = own;
-        }
-        return escape(add_ranks<T>(members, got), Wire<T>::kNan);
+        const uint4 total = add_ranks<T, kRanks>(members, [&](int r) { return r == exchange.rank ? own : got[r]; });
+        return escape(total, Wire<T>::kNan);
     }
     static __device__ __forceinline__ uint4 two(uint4 a, uint4 b) {
         return escape(add_vectors<T>(a, b), Wire<T>::kNan);

@@ -76,9 +76,9 @@ __device__ __forceinline__ uint4 add_vectors(uint4 a, uint4 b) {
     for (int k = 0; k < kN; ++k) f[k] += g[k];
     return Wire<T>::pack(f);
 }
-// The sum of got[r] for the ranks r in `members` (bits), in rank order in fp32, rounded once.
-template <class T, int kRanks>
-__device__ __forceinline__ uint4 add_ranks(uint32_t members, const uint4 (&got)[kRanks]) {
+// The sum of of(r) for the ranks r < kRanks in `members` (bits), in rank order in fp32, rounded once.
+template <class T, int kRanks, class Of>
+__device__ __forceinline__ uint4 add_ranks(uint32_t members, Of of) {
     constexpr int kN = Wire<T>::kElements;
     float total[kN];
 #pragma unroll
@@ -87,7 +87,7 @@ __device__ __forceinline__ uint4 add_ranks(uint32_t members, const uint4 (&got)[
     for (int r = 0; r < kRanks; ++r) {
         if (!(members >> r & 1)) continue;
         float f[kN];
-        Wire<T>::unpack(got[r], f);
+        Wire<T>::unpack(of(r), f);
 #pragma unroll
         for (int k = 0; k < kN; ++k) total[k] += f[k];
     }
