@@ -5,7 +5,7 @@
 Calls run as CUDA graphs of CHAIN random calls each, replayed with new inputs every time (drawn inside the graph); a graph ends by comparing
 all its results with the sums in rank order. Each setting has its world size, transport, dtype, number of blocks and first epoch (near 2^31
 and 2^32 too), each norm its number of blocks per row, and two such graphs that take turns on one communicator. In every second setting random
-ranks stall at random vectors for up to 30 us (the kernels with test hooks).
+ranks stall at random vectors for up to 10 us each (the kernels with test hooks).
 """
 
 import sys
@@ -18,7 +18,7 @@ from fastverify import Communicator, all_gather_small, all_reduce, all_reduce_rm
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_BYTES = 1 << 17
 CHAIN = 100
-STALL = 1
+STALL, MOST_STALL = 1, 10_000  # ns, of every vector from a random one on
 SETTINGS = 42
 ALIGN = 8  # elements: calls begin at whole vectors, their ends are ragged
 FORCED = (0, 0, 1, 2, 4, 1 << 9, 1 << 9 | 4)  # blocks that share a row of all_reduce_rms_norm; 2^9: not in registers
@@ -61,7 +61,7 @@ class Chain:
         shapes = []
         for _ in range(kinds.count(1)):
             hidden = 1 + pick(7168)
-            shapes.append((min(9, MAX_BYTES // (-(-hidden * dtype.itemsize // 16) * 16)), hidden))
+            shapes.append((1 + pick(min(9, MAX_BYTES // (-(-hidden * dtype.itemsize // 16) * 16))), hidden))
         norms = Packed(world, shapes, dtype, roles=3)
         lengths = [1 + pick(3000) for _ in range(kinds.count(0))]
         gathers = Packed(world, [(n,) for n in lengths], dtype, roles=1)
@@ -77,7 +77,7 @@ class Chain:
             norms.buffers[1].fill_(0.5)
             if setting.stalls:
                 stalls[..., 0] = STALL
-                for word, most in ((1, world), (2, 2000), (3, 30_000)):
+                for word, most in ((1, world), (2, 2000), (3, MOST_STALL)):
                     stalls[..., word].random_(0, most)
             at = [0, 0, 0]
             for call, kind in enumerate(kinds):
@@ -117,7 +117,7 @@ class Setting:
         self.chains = [Chain(self) for _ in range(2)]
 
     def elements(self) -> int:
-        most = MAX_BYTES // self.dtype.itemsize
+        most = MAX_BYTES // self.dtype.itemsize >> (2 if self.stalls else 0)
         if self.pick(3) == 0:  # around a boundary: a vector, a slice, a block
             return max(1, min(most, 8 * self.world * (1 + self.pick(64)) + self.pick(17) - 8))
         return 1 + self.pick(most >> self.pick(7))

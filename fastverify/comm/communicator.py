@@ -19,7 +19,7 @@ OVERLAP_ROWS = {"gathered": 256, "host": 1024, "peer": 1024, "nccl": 1 << 30}
 BLOCKS = 64  # at most, per rank: enough to fill a link, few enough to be resident beside anything else
 FP8_BYTES = 64 << 10     # wire="fp8": up to here coding costs what it saves (docs/performance.md)
 ISLAND_BYTES = 32 << 10  # islands=True: up to here a third hop costs what the link between saves
-MOST_PIECES = 16  # of an all_reduce_columns that waits for them
+MOST_PIECES = 32  # of an all_reduce_columns that waits for them
 _MISSING_MASK, _STATUS_WORDS = 5, 8
 _FAILURE, _FAILED_RANK, _FAILED_EPOCH, _FAILED_STAGE = 0, 1, 3, 4
 BACKENDS = ("auto", "peer", "host", "nccl")
