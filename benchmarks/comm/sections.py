@@ -11,7 +11,7 @@ from ranks import Rank, fold
 from sglang_peer import Sglang
 
 from fastverify import Communicator, all_reduce, all_reduce_columns, all_reduce_rms_norm, linear_all_reduce
-from fastverify.comm.linear_all_reduce import fits
+from fastverify.comm.linear_all_reduce import ONE_PIECE, cut, fits
 
 EPS, BF16 = 1e-6, "bfloat16"
 WAYS = ("peer", "host", "nccl")
@@ -175,7 +175,7 @@ class SymmetricMemory:
 # ---- linear_all_reduce -------------------------------------------------------------------------------------------------------
 
 STREAMS = (("columns", 2), ("columns", 4), ("growing", 3), ("growing", 4), ("rows", 2), ("rows", 4))
-RESIDENT = (("resident", 1), ("resident", 2), ("resident", 4), ("resident", 7), ("resident", 8))
+RESIDENT = (("resident", 1), ("resident", 4), ("resident", 8), ("resident", 16), ("resident", 32))
 FEW = 8  # blocks or CTAs of a sum that leaves the SMs to the product
 
 
@@ -199,7 +199,7 @@ def cuts_for(m: int, transport: str, quick: bool, resident: bool) -> list:
     if resident:
         if transport == "nccl":
             return []
-        return [(c, b) for c in RESIDENT if m >= 64 or c[1] <= 2 for b in ((16, FEW) if m >= 256 and not quick else (16,))]
+        return [(c, b) for c in RESIDENT if m >= 64 or c[1] == 1 for b in ((16, FEW, FEW // 2) if m >= 256 and not quick else (FEW,))]
     streams = [c for c in STREAMS if c[0] != "rows" or m // c[1] >= 64]
     if m < 64:
         return [(("columns", 2), 64)]
@@ -248,24 +248,28 @@ def linear(me: Rank, args, name: str, comm, m: int, weight: torch.Tensor, reside
                        lambda: all_reduce_columns(columns, comm, fused), **kw)
         if alone is not None:
             shorter = min(shorter, alone)
+    as_called = cut(m, weight, comm)
+    me.row(f"as called without split: {as_called[1]} of {as_called[0]}", "linear_all_reduce", shape, BF16, lambda: linear_all_reduce(x, weight, comm, residual=h),
+           note="falls back to product, sum, add" if as_called == ONE_PIECE else "", **kw)
     for split, blocks in cuts_for(m, comm.transport, args.quick, resident):
         if (split[0] == "resident" and not one_call) or not fits(n, 2, *split):
             continue
         if own:
             comm._handle.set_blocks(blocks)
-        h.zero_()
-        linear_all_reduce(x, weight, comm, split=split, residual=h)
-        good = bool(((h.float() - want).abs() <= 0.02 * (1 + want.abs())).all())
         t = me.time_or_none(lambda: linear_all_reduce(x, weight, comm, split=split, residual=h), **kw)
         if t is None:
             continue
+        comm.check()  # a lost communicator is fast and wrong
+        h.zero_()
+        linear_all_reduce(x, weight, comm, split=split, residual=h)
+        good = bool(((h.float() - want).abs() <= 0.02 * (1 + want.abs())).all())
         if split == ("resident", 1):
             turn = min(turn, t)
         found.append((t, split, blocks))
         label = f"{split[1]} pieces of {split[0]}" if split[0] != "resident" else f"{split[1]} pieces, one resident kernel"
-        me.known_row(label + (f", {blocks} blocks" if blocks not in (64, 16) else ""), "linear_all_reduce", shape, BF16, t, good,
+        me.known_row(label + (f", {blocks} blocks" if blocks != 64 else ""), "linear_all_reduce", shape, BF16, t, good,
                      f"hidden {100 * (turn - t) / shorter:.0f} % of the shorter part ({shorter:.1f} us) against {turn:.1f} us in turn")
-    if found and m in (256, 1024) and me.cuda:
+    if found and m in (64, 256, 1024) and me.cuda:
         best = min(me.gathered(min(found)))
         if own:
             comm._handle.set_blocks(best[2])

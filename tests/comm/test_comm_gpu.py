@@ -172,6 +172,14 @@ def _ranks() -> int:
     return 3 if torch.cuda.device_count() in (0, 1) else min(3, torch.cuda.device_count())
 
 
+def _end(ranks: list) -> None:
+    for p in ranks:
+        p.kill()
+        p.join(10)
+    names = tuple(f"fastverify-{p.pid}-" for p in ranks)
+    assert not [n for n in os.listdir("/dev/shm") if n.startswith(names)], "no mailbox is left behind"
+
+
 def _survivors(target, world: int, arguments: tuple, then=None) -> None:
     context = mp.get_context("spawn")
     ports = (free_port(), free_port())
@@ -185,11 +193,7 @@ def _survivors(target, world: int, arguments: tuple, then=None) -> None:
             p.join(90)
             assert p.exitcode == 7
     finally:
-        for p in ranks:
-            p.kill()
-            p.join(10)
-    names = tuple(f"fastverify-{p.pid}-" for p in ranks)
-    assert not [n for n in os.listdir("/dev/shm") if n.startswith(names)], "no mailbox is left behind"
+        _end(ranks)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -270,8 +274,4 @@ def test_a_peer_killed_inside_its_kernel(transport, two_hops):
             p.join(60)
             assert p.exitcode == 7
     finally:
-        for p in ranks:
-            p.kill()
-            p.join(10)
-    names = tuple(f"fastverify-{p.pid}-" for p in ranks)
-    assert not [n for n in os.listdir("/dev/shm") if n.startswith(names)], "no mailbox is left behind"
+        _end(ranks)
