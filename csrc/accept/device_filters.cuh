@@ -67,7 +67,8 @@ __device__ inline uint32_t group_bound(Team team, uint32_t m, int j) {
 
 // Ranks n candidates that hold all entries of top-k (ties included). Key of the best that all filters keep; every thread.
 template <class T>
-__device__ __attribute__((noinline)) Word best_candidate(const Row<T>& row, Team team, int n, float zmax) {
+__device__ __attribute__((noinline)) Word best_candidate(const Row<T>& given, Team team, int n, float zmax) {
+    const Row<T>& row = *known_shared(&given);
     Candidates& c = team.s->candidates;
     const int part = team.tid() & 3;  // four threads per candidate
     for (int i0 = 0; i0 < n; i0 += kTeamThreads / 4) {
@@ -137,7 +138,8 @@ __device__ __forceinline__ float raised_by_min_p(float cut, float min_p, float z
 
 // Appends the slice's entries >= bound to `list`; how many there are.
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) uint32_t list_entries(const Row<T>& row, Team team, uint32_t mine, uint32_t bound, Candidate* list) {
+__device__ __attribute__((noinline)) uint32_t list_entries(const Row<T>& given, Team team, uint32_t mine, uint32_t bound, Candidate* list) {
+    const Row<T>& row = *known_shared(&given);
     TeamScratch* s = team.s;
     __syncthreads();  // what was read of the lists and of the counts
     if (team.tid() == 0) s->list_count = s->all_count = s->kept_count = 0;
@@ -157,7 +159,8 @@ __device__ __attribute__((noinline)) uint32_t list_entries(const Row<T>& row, Te
 // -1: not all of top-k was published. Also the row's largest z and whether NaN or +inf was met.
 template <bool kExtras, class T>
 __device__ __attribute__((noinline)) int gather_candidates(
-    const Row<T>& row, Team team, uint32_t mine, Team::TopBits block, uint32_t bound, int again, Team::TopBits* of_row) {
+    const Row<T>& given, Team team, uint32_t mine, Team::TopBits block, uint32_t bound, int again, Team::TopBits* of_row) {
+    const Row<T>& row = *known_shared(&given);
     TeamScratch* s = team.s;
     Candidates& c = s->candidates;
     const int turn = row.turn;
@@ -211,7 +214,8 @@ struct Buckets {
 // Sums of counts or masses by bucket, over the team, into s->select.sums; pass: of this row.
 template <bool kExtras, class T>
 __device__ __attribute__((noinline)) void sum_buckets(
-    const Row<T>& row, Team team, bool by_mass, const Buckets& buckets, int slot) {
+    const Row<T>& given, Team team, bool by_mass, const Buckets& buckets, int slot) {
+    const Row<T>& row = *known_shared(&given);
     TeamScratch* s = team.s;
     Select& sel = s->select;
     __syncthreads();
@@ -290,7 +294,8 @@ __device__ __forceinline__ int find_bucket(Team team, const F& need, Word* left)
 // ordered_bits of the smallest entry that top-k (counts) or top-p (masses) keeps among those >= floor; 0: everything.
 template <bool kExtras, class T>
 __device__ __attribute__((noinline)) uint32_t select_cut(
-    const Row<T>& row, Team team, bool by_mass, uint32_t floor, float zmax) {
+    const Row<T>& given, Team team, bool by_mass, uint32_t floor, float zmax) {
+    const Row<T>& row = *known_shared(&given);
     const uint32_t lowest = ordered_bits(-kFloatMax);
     Buckets buckets{floor > lowest ? floor : lowest, ordered_bits(zmax), -1, zmax};
     int slot = kTeamSelect + (by_mass ? kSelectExchanges : 0);
@@ -335,7 +340,8 @@ __device__ __forceinline__ void clear_sums(Team team) {
 
 // Key of a filtered row with its status bits: in the first warp of every block.
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) Word filtered_key(const Row<T>& row, Team team) {
+__device__ __attribute__((noinline)) Word filtered_key(const Row<T>& given, Team team) {
+    const Row<T>& row = *known_shared(&given);
     bool bad_here;
     const uint32_t mine = thread_max<kExtras>(row, team, &bad_here);
     const Team::TopBits block = team.block_top(kSlotFilter, mine, bad_here);
@@ -365,7 +371,8 @@ __device__ __attribute__((noinline)) Word filtered_key(const Row<T>& row, Team t
 
 // Log-probability of `token` under the raw logits (0: no token), in the first warp of every block; all blocks of the team call it.
 template <class T>
-__device__ __attribute__((noinline)) float raw_logprob(const Row<T>& row, Team team, const int64_t* token) {
+__device__ __attribute__((noinline)) float raw_logprob(const Row<T>& given, Team team, const int64_t* token) {
+    const Row<T>& row = *known_shared(&given);
     const Team::TopBits block = team.block_top(kSlotRaw, raw_max_of_slice(row, team), 0);
     const uint32_t top = team.team_bounds(row.turn, kTeamRawMax, block.top, 0, 0).top;
     const float max = top ? from_ordered_bits(top) : -kInf;

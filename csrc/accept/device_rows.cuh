@@ -324,7 +324,8 @@ struct Scan {
 
 // The largest bound of what a thread takes of a simple row, from chunk c on.
 template <bool kGreedy, bool kCut, class T>
-__device__ __attribute__((noinline)) float scan_simple(const Row<T>& row, int c, float near) {
+__device__ __attribute__((noinline)) float scan_simple(const Row<T>& given, int c, float near) {
+    const Row<T>& row = *known_shared(&given);
     Scan<kGreedy, kCut, T> scan(row, near);
     const T* base = row.base;
     const int step = row.step, last = row.whole_last < row.last ? row.whole_last : row.last;
@@ -398,7 +399,8 @@ __device__ __forceinline__ bool usable(uint32_t top) {
 // Largest bound, z or z + noise_bound, of this thread's entries, z exact: extras, any temperature, entries below the cut and
 // bad ones left out.
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) float scan_exact(const Row<T>& row, Team team, float cut, bool* bad) {
+__device__ __attribute__((noinline)) float scan_exact(const Row<T>& given, Team team, float cut, bool* bad) {
+    const Row<T>& row = *known_shared(&given);
     float best = -kInf;
     const bool greedy = row.p.greedy();
     *bad = visit<kExtras>(row, team, [&](int id, const float (&z)[kChunk]) {
@@ -442,7 +444,8 @@ __device__ __forceinline__ Word settle_warp(const Row<T>& row, int thread0, floa
     return warp_max_word(best);
 }
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) Word settle(const Row<T>& row, Team team, BlockSlot slot, float bound, float threshold, float cut, float zmax) {
+__device__ __attribute__((noinline)) Word settle(const Row<T>& given, Team team, BlockSlot slot, float bound, float threshold, float cut, float zmax) {
+    const Row<T>& row = *known_shared(&given);
     return team.block_key(slot, settle_warp<kExtras>(row, team.warp() * 32, bound, threshold, cut, zmax));
 }
 
@@ -458,7 +461,8 @@ __device__ __forceinline__ float score_reached(bool greedy, Word key) {
 
 // Best key of the block's slice among entries z >= cut that min-p keeps, with kKeyBad if a NaN or +inf was met.
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) Word best_of_slice(const Row<T>& row, Team team, float cut, float zmax) {
+__device__ __attribute__((noinline)) Word best_of_slice(const Row<T>& given, Team team, float cut, float zmax) {
+    const Row<T>& row = *known_shared(&given);
     const bool greedy = row.p.greedy();
     float bound = -kInf;
     uint32_t top = 0;
@@ -494,7 +498,8 @@ __device__ __attribute__((noinline)) Word best_of_slice(const Row<T>& row, Team 
 
 // Key of a warp's slice of a simple row, no filters, with kKeyBad. Entry by entry, if the row holds what bounds cannot tell.
 template <class T>
-__device__ __attribute__((noinline)) Word warp_best_exact(const Row<T>& row) {
+__device__ __attribute__((noinline)) Word warp_best_exact(const Row<T>& given) {
+    const Row<T>& row = *known_shared(&given);
     Word best = 0;
     bool bad = false;
     for (int c = row.start(static_cast<int>(threadIdx.x) & 31); c < row.last; c += row.step) {

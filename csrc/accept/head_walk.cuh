@@ -11,7 +11,7 @@ template <bool kExtras>
 __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) head_walk_kernel(const __grid_constant__ HeadArgs a) {
     const VerifyTask& task = a.task;
     int64_t b;
-    Team team = join_team(task, reinterpret_cast<TeamScratch*>(dynamic_shared()), &b);
+    Team team = join_team(task, &b);
     if (!task.in.active[b]) {
         if (team.index == 0) write_inactive(team, task.out, b);
         return;

@@ -105,9 +105,18 @@ __device__ __forceinline__ uint2 get_tagged(const uint4* place, uint32_t tag) {
     return make_uint2(v.x, v.z);
 }
 
+#ifndef FV_EMULATE
+__device__ __forceinline__ unsigned char* dynamic_shared();  // common/launch.h
+#endif
+// Where every kernel with teams has its scratch: not a pointer that is passed on, so that the compiler knows what memory it is.
+struct ScratchPlace {
+    __device__ __forceinline__ operator TeamScratch*() const { return reinterpret_cast<TeamScratch*>(dynamic_shared()); }
+    __device__ __forceinline__ TeamScratch* operator->() const { return *this; }
+};
+
 // Small and without state: passed by value. `turn` = parity of the row in the order that the team takes rows.
 struct Team {
-    TeamScratch* s;
+    ScratchPlace s;
     int size, index;      // blocks, and which of them
     unsigned char* area;  // the exchange area, or null: a cluster
     int block0;           // the team's first block in the launch

@@ -21,10 +21,11 @@ struct VerifyTask {
 };
 
 // This block's team, and the request it works on. One thread counts the launch; its tag is known after the next barrier.
-__device__ __forceinline__ Team join_team(const VerifyTask& a, TeamScratch* s, int64_t* request) {
+__device__ __forceinline__ Team join_team(const VerifyTask& a, int64_t* request) {
     const int block = static_cast<int>(blockIdx.x), blocks = a.shape.blocks;
     *request = block / blocks;
-    const Team team{s, blocks, block % blocks, a.area, block / blocks * blocks};
+    const Team team{{}, blocks, block % blocks, a.area, block / blocks * blocks};
+    TeamScratch* s = team.s;
     if (team.tid() == 32 && blocks > 1) {
         Word* launches = reinterpret_cast<Word*>(a.area + kAreaLaunches);
         const Word before = atomicAdd(launches, 1ull);

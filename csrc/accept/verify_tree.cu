@@ -121,7 +121,7 @@ template <bool kExtras, class T>
 __device__ bool take_rows_by_teams(const VerifyTask& a, const WalkTree& tree, Team team) {
     TeamScratch* s = team.s;
     const int most = team.size / tree.n, size = most < kTeamWide ? most : kTeamWide, node = team.index / size;
-    const Team own{s, size, team.index % size, team.area, team.block0 + node * size};
+    const Team own{{}, size, team.index % size, team.area, team.block0 + node * size};
     const uint32_t tag = s->first_tag;
     if (node < tree.n) {
         Row<T>& row = *reinterpret_cast<Row<T>*>(s->rows[0]);
@@ -155,7 +155,7 @@ __device__ bool take_rows_by_teams(const VerifyTask& a, const WalkTree& tree, Te
 template <class T, bool kExtras>
 __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) verify_tree_kernel(const __grid_constant__ VerifyTask a) {
     int64_t b;
-    AheadTeam team(join_team(a, reinterpret_cast<TeamScratch*>(dynamic_shared()), &b), a.in, a.tokens, b);
+    AheadTeam team(join_team(a, &b), a.in, a.tokens, b);
     TeamScratch* s = team.s;
     const int32_t active = a.in.active[b];
     const NodeRange range = node_range(a.in.cu_nodes, b, a.in.rows);

@@ -127,6 +127,13 @@ __device__ __forceinline__ void allow_next_launch() {
 #endif
 }
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// p, which points to shared memory, as a pointer of which the compiler knows that: accesses need not find it out.
+template <class T>
+__device__ __forceinline__ T* known_shared(T* p) {
+    uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(p));
+    asm("" : "+r"(address));
+    return static_cast<T*>(__cvta_shared_to_generic(address));
+}
 // 16 bytes that nobody writes meanwhile; the compiler leaves the load where it stands.
 __device__ __forceinline__ uint4 load_readonly_16(const void* p) {
     uint4 v;
