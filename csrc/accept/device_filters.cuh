@@ -115,7 +115,7 @@ template <bool kExtras, class T>
 __device__ __forceinline__ uint32_t thread_max(const Row<T>& row, Team team, bool* bad) {
     *bad = false;
     if (!kExtras && row.simple()) {  // the temperature keeps the order: one division
-        const float x = scan_simple<true, false>(row, row.start(team.tid()), 0.0f);
+        const float x = scan_simple<true, false>(row, row.start(team.tid()), 0.0f).best;
         if (ordered_bits(x + 0.0f) < ordered_bits(kInf)) return x > -kInf ? ordered_bits(row.scaled(x)) : 0;
     }
     uint32_t best = 0;
@@ -136,11 +136,12 @@ __device__ __forceinline__ float raised_by_min_p(float cut, float min_p, float z
     return sure > cut ? sure : cut;
 }
 
-// Appends the slice's entries >= bound to `list`; how many there are.
+// Lists the slice's entries >= bound in candidates.slice, or .all; how many there are.
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) uint32_t list_entries(const Row<T>& given, Team team, uint32_t mine, uint32_t bound, Candidate* list) {
+__device__ __attribute__((noinline)) uint32_t list_entries(const Row<T>& given, Team team, uint32_t mine, uint32_t bound, bool of_slice) {
     const Row<T>& row = *known_shared(&given);
     TeamScratch* s = team.s;
+    Candidate* list = of_slice ? s->candidates.slice : s->candidates.all;
     __syncthreads();  // what was read of the lists and of the counts
     if (team.tid() == 0) s->list_count = s->all_count = s->kept_count = 0;
     __syncthreads();
@@ -164,7 +165,7 @@ __device__ __attribute__((noinline)) int gather_candidates(
     TeamScratch* s = team.s;
     Candidates& c = s->candidates;
     const int turn = row.turn;
-    const uint32_t n = list_entries<kExtras>(row, team, mine, bound, team.size == 1 ? c.all : c.slice);
+    const uint32_t n = list_entries<kExtras>(row, team, mine, bound, team.size > 1);
     if (team.size == 1) {
         *of_row = block;
         return n <= kListEntries && (n >= static_cast<uint32_t>(row.p.top_k) || bound <= 1) ? static_cast<int>(n) : -1;

@@ -264,7 +264,13 @@ struct PhiloxKeys {
     }
 };
 
-// The largest bound of chunks of a simple row: raw logits when greedy, else logit / T + noise_bound, with kCut only of entries
+// The largest bound of a thread's chunks, the chunk that holds it, and the largest of the other chunks (or one above it).
+struct Bound {
+    float best, second;
+    int at;
+};
+
+// The bounds of chunks of a simple row: raw logits when greedy, else logit / T + noise_bound, with kCut only of entries
 // whose logit / T reaches `near`. NaN or +inf: one of the chunks holds one of those, or a bound overflowed.
 template <bool kGreedy, bool kCut, class T>
 struct Scan {
@@ -273,15 +279,22 @@ struct Scan {
         __device__ __forceinline__ None(uint32_t, uint32_t) {}
     };
     std::conditional_t<kGreedy, None, PhiloxKeys> keys;
-    float inverse, near, best = -kInf;
+    float inverse, near, best = -kInf, second = -kInf;
+    int at = 0;
     uint32_t t, pair = std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;  // -inf
 
     __device__ __forceinline__ Scan(const Row<T>& row, float from)
         : keys(row.p.seed_lo, row.p.seed_hi), inverse(row.inverse), near(from), t(row.t) {}
 
-    __device__ __forceinline__ void take_one(float x, uint32_t noise) {
+    __device__ __forceinline__ float bound_of(float x, uint32_t noise) const {
         const float bound = kGreedy ? x : fma_exact(x, inverse, noise_bound(noise));
-        best = max_nan(best, kCut && !(x * inverse >= near) ? -kInf : bound);
+        return kCut && !(x * inverse >= near) ? -kInf : bound;
+    }
+    __device__ __forceinline__ void take_bound(float bound, int c) {
+        const bool larger = bound > best;
+        second = max_nan(second, larger ? best : bound);
+        best = larger ? bound : best;
+        at = larger ? c : at;
     }
     __device__ __forceinline__ void take(const RawChunk<T>& raw, int c) {
         if constexpr (kPairs) {
@@ -296,17 +309,21 @@ struct Scan {
             const uint32_t group = 2 * static_cast<uint32_t>(c);
             const Philox4 r[2] = {keys.words(group, t, kStreamTarget), keys.words(group + 1, t, kStreamTarget)};
 #pragma unroll
-            for (int j = 0; j < kChunk; ++j) take_one(raw.get(j), r[j >> 2].v[j & 3]);
+            float bound = bound_of(raw.get(0), r[0].v[0]);
+#pragma unroll
+            for (int j = 1; j < kChunk; ++j) bound = max_nan(bound, bound_of(raw.get(j), r[j >> 2].v[j & 3]));
+            take_bound(bound, c);
         }
     }
     // c: the chunk after the thread's last. The row may end inside that one.
-    __device__ __forceinline__ float finish(const Row<T>& row, int c) {
+    __device__ __forceinline__ Bound finish(const Row<T>& row, int c) {
         if constexpr (kPairs) {
             RawChunk<T> both;
             both.words[0] = pair;
             best = max_nan(both.get(0), both.get(1));
         }
         if (c == row.whole_last && c < row.last) {
+            float bound = -kInf;
 #pragma unroll 1
             for (int id = c * kChunk; id < row.end; ++id) {
                 uint32_t noise = 0;
@@ -315,16 +332,19 @@ struct Scan {
                     const int j = id & 3;
                     noise = j == 0 ? r.v[0] : j == 1 ? r.v[1] : j == 2 ? r.v[2] : r.v[3];
                 }
-                take_one(row.raw_one(id), noise);
+                bound = max_nan(bound, bound_of(row.raw_one(id), noise));
             }
+            if constexpr (kGreedy) best = max_nan(best, bound);
+            else take_bound(bound, c);
         }
-        return best;
+        if constexpr (kGreedy) second = best;
+        return Bound{max_nan(best, second), second, at};
     }
 };
 
 // The largest bound of what a thread takes of a simple row, from chunk c on.
 template <bool kGreedy, bool kCut, class T>
-__device__ __attribute__((noinline)) float scan_simple(const Row<T>& given, int c, float near) {
+__device__ __attribute__((noinline)) Bound scan_simple(const Row<T>& given, int c, float near) {
     const Row<T>& row = *known_shared(&given);
     Scan<kGreedy, kCut, T> scan(row, near);
     const T* base = row.base;
@@ -374,7 +394,7 @@ struct ChunksAhead {
 };
 // The same as scan_simple() where the thread's first chunks are on their way.
 template <bool kGreedy, class T>
-__device__ __forceinline__ float scan_chunks(const Row<T>& row, int c, ChunksAhead<T>& ahead) {
+__device__ __forceinline__ Bound scan_chunks(const Row<T>& row, int c, ChunksAhead<T>& ahead) {
     constexpr int kAhead = ChunksAhead<T>::kCount;
     Scan<kGreedy, false, T> scan(row, 0.0f);
     const T* base = row.base;
@@ -427,12 +447,25 @@ __device__ __attribute__((noinline)) float scan_exact(const Row<T>& given, Team 
     return best;
 }
 
-// Best exact key among the entries of the warp's threads (the first is thread `thread0`) whose bound reaches `threshold`.
+// Best exact key among the entries of the warp's threads (the first is thread `thread0`) whose bound reaches `threshold`. Of most
+// such threads that is one chunk: those are asked four at a time, eight lanes a chunk.
 template <bool kExtras, class T>
-__device__ __forceinline__ Word settle_warp(const Row<T>& row, int thread0, float bound, float threshold, float cut, float zmax) {
+__device__ __forceinline__ Word settle_warp(const Row<T>& row, int thread0, Bound bound, float threshold, float cut, float zmax) {
     const int lane = static_cast<int>(threadIdx.x) & 31;
     Word best = 0;
-    for (unsigned votes = __ballot_sync(kFullWarp, bound > -kInf && !(bound < threshold)); votes; votes &= votes - 1) {
+    const bool asked = bound.best > -kInf && !(bound.best < threshold), whole = !(bound.second < threshold);
+    for (unsigned votes = __ballot_sync(kFullWarp, asked && !whole); votes;) {
+        int source = -1;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            if (lane >> 3 == k) source = __ffs(static_cast<int>(votes)) - 1;
+            votes &= votes - 1;  // 0 stays 0
+        }
+        const int c = __shfl_sync(kFullWarp, bound.at, source & 31);
+        const Word key = source >= 0 ? row.template key_of<kExtras>(c * kChunk + (lane & 7), cut, zmax) : 0;
+        best = key > best ? key : best;
+    }
+    for (unsigned votes = __ballot_sync(kFullWarp, asked && whole); votes; votes &= votes - 1) {
         // lanes 8k..8k+7 take the 8 entries of every fourth chunk of that thread
         const int source = __ffs(static_cast<int>(votes)) - 1;
         for (int c0 = row.start(thread0 + source), last = row.last, step = row.step; c0 < last; c0 += 4 * step) {
@@ -444,7 +477,7 @@ __device__ __forceinline__ Word settle_warp(const Row<T>& row, int thread0, floa
     return warp_max_word(best);
 }
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) Word settle(const Row<T>& given, Team team, BlockSlot slot, float bound, float threshold, float cut, float zmax) {
+__device__ __attribute__((noinline)) Word settle(const Row<T>& given, Team team, BlockSlot slot, Bound bound, float threshold, float cut, float zmax) {
     const Row<T>& row = *known_shared(&given);
     return team.block_key(slot, settle_warp<kExtras>(row, team.warp() * 32, bound, threshold, cut, zmax));
 }
@@ -464,7 +497,7 @@ template <bool kExtras, class T>
 __device__ __attribute__((noinline)) Word best_of_slice(const Row<T>& given, Team team, float cut, float zmax) {
     const Row<T>& row = *known_shared(&given);
     const bool greedy = row.p.greedy();
-    float bound = -kInf;
+    Bound bound{-kInf, -kInf, 0};
     uint32_t top = 0;
     Word status = 0;
     bool scanned = false;
@@ -473,14 +506,14 @@ __device__ __attribute__((noinline)) Word best_of_slice(const Row<T>& given, Tea
             const int c = row.start(team.tid());
             bound = greedy ? scan_simple<true, false>(row, c, 0.0f)
                     : cut > -kInf ? scan_simple<false, true>(row, c, below(cut)) : scan_simple<false, false>(row, c, 0.0f);
-            top = team.block_max(kSlotFast, ordered_bits(bound + 0.0f));
+            top = team.block_max(kSlotFast, ordered_bits(bound.best + 0.0f));
             scanned = usable(top);
         }
     }
     if (!scanned) {
         bool bad = false;
-        bound = scan_exact<kExtras>(row, team, cut, &bad);
-        const Team::TopBits exact = team.block_top(kSlotExact, ordered_bits(bound + 0.0f), bad);
+        bound.best = bound.second = scan_exact<kExtras>(row, team, cut, &bad);
+        const Team::TopBits exact = team.block_top(kSlotExact, ordered_bits(bound.best + 0.0f), bad);
         top = exact.top;
         status = exact.bits ? kKeyBad : 0;
     }

@@ -343,15 +343,15 @@ struct HitWalker : WarpWalker {
     }
 };
 
-// A team that asks for its request's nodes before it knows where they are: there, if all requests have as many.
+// A team that asks for its request's nodes before it knows where they are: from row `guess` on, if that is not negative.
 struct AheadTeam : Team {
     int64_t begin_ahead;
     int32_t parent_ahead;
     int64_t token_ahead;
-    __device__ __forceinline__ AheadTeam(Team team, const VerifyInputs& in, const IdView& tokens, int64_t b)
-        : Team(team), begin_ahead(in.rows * b / in.batch), parent_ahead(0), token_ahead(0) {
+    __device__ __forceinline__ AheadTeam(Team team, const VerifyInputs& in, const IdView& tokens, int64_t guess)
+        : Team(team), begin_ahead(guess), parent_ahead(0), token_ahead(0) {
         const int64_t i = begin_ahead + tid();
-        if (i < in.rows) {
+        if (guess >= 0 && i < in.rows) {
             parent_ahead = in.parents[i];
             token_ahead = tokens[i];
         }

@@ -18,6 +18,7 @@ struct VerifyTask {
     const int32_t* bitmask;  // [R,ceil(V/32)] or null
     unsigned char* area;     // exchange area (algo/verify_plan.h); null: blocks work alone
     VerifyShape shape;
+    int64_t rows_each;  // of a request, if all have as many
 };
 
 // This block's team, and the request it works on. One thread counts the launch; its tag is known after the next barrier.

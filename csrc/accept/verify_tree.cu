@@ -31,7 +31,7 @@ struct WarpItems {
 // Best key of the warp's slice of a row whose other warps in the block are those of `same`; every thread of the block calls it.
 // True in the segment's first warp: *key is the segment's.
 template <class T>
-__device__ __forceinline__ bool segment_best(const Row<T>& row, Team team, float bound, bool active, unsigned same, Word* key) {
+__device__ __forceinline__ bool segment_best(const Row<T>& row, Team team, Bound bound, bool active, unsigned same, Word* key) {
     TeamScratch* s = team.s;
     const int lane = team.lane() % kTeamWarps;
     const bool mine = same >> lane & 1, greedy = row.p.greedy();
@@ -42,7 +42,7 @@ __device__ __forceinline__ bool segment_best(const Row<T>& row, Team team, float
         const Word v = mine ? s->block_words[slot][lane] : 0;
         return warp_max_word(v & ~static_cast<Word>(kKeyStatus)) | __reduce_or_sync(kFullWarp, static_cast<uint32_t>(v) & static_cast<uint32_t>(kKeyStatus));
     };
-    share(kSlotFast, warp_max_u32(ordered_bits(bound + 0.0f)));
+    share(kSlotFast, warp_max_u32(ordered_bits(bound.best + 0.0f)));
     __syncthreads();
     const uint32_t top = warp_max_u32(mine ? static_cast<uint32_t>(s->block_words[kSlotFast][lane]) : 0);
     const bool fast = active && usable(top);
@@ -75,7 +75,7 @@ __device__ __forceinline__ bool take_all_rows(
     Row<T>& row = *reinterpret_cast<Row<T>*>(s->warp_rows[team.warp()]);
     copy_words(&row, s->rows[0], team.lane(), 32);
     __syncwarp();
-    float bound = -kInf;
+    Bound bound{-kInf, -kInf, 0};
     if (active) {
         const int depth = node_depth<false>(team, node);
         if (team.lane() == 0) {
@@ -155,7 +155,8 @@ __device__ bool take_rows_by_teams(const VerifyTask& a, const WalkTree& tree, Te
 template <class T, bool kExtras>
 __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) verify_tree_kernel(const __grid_constant__ VerifyTask a) {
     int64_t b;
-    AheadTeam team(join_team(a, &b), a.in, a.tokens, b);
+    const Team joined = join_team(a, &b);
+    AheadTeam team(joined, a.in, a.tokens, a.shape.all_rows ? a.rows_each * b : -1);
     TeamScratch* s = team.s;
     const int32_t active = a.in.active[b];
     const NodeRange range = node_range(a.in.cu_nodes, b, a.in.rows);
@@ -228,6 +229,7 @@ void verify_tree_cuda(
     a.bitmask = cptr<int32_t>(bitmask);
     a.shape = verify_shape(call.in.batch, call.in.rows, vocab_size, launch.props.sms, workspace.has_value());
     a.area = mptr<unsigned char>(workspace);
+    a.rows_each = call.in.rows / call.in.batch;
     const bool extras = bias || bitmask || penalties;
     switch (logits.scalar_type()) {
         case ScalarType::Half: return launch_verify_tree<__half>(launch, a, extras);

@@ -32,10 +32,10 @@ def lm_head_verify_tree_workspace(rows: int, vocab_size: int, device: "torch.dev
     return workspace
 
 
-def lm_head_verify_tree_pays(rows: int, filters: bool = False) -> bool:
-    """True where the CUDA op is the faster choice against GEMM + verify_tree: up to 64 node rows without filters and
-    logprobs. Measured on H200, 4096 x 128256 and 7168 x 20480, 8 to 64 rows (docs/performance.md)."""
-    return rows <= 64 and not filters
+def lm_head_verify_tree_pays(rows: int, vocab_size: int, filters: bool = False) -> bool:
+    """True where the CUDA op was measured to be no slower than GEMM + verify_tree: without filters and logprobs up to 8 node
+    rows, up to 16 where the vocabulary is large. H200, 4096 x 128256 and 7168 x 20480, 8 to 64 rows (docs/performance.md)."""
+    return not filters and rows <= (16 if vocab_size >= 65536 else 8)
 
 
 def workspace_logits(workspace: torch.Tensor, rows: int, vocab_size: int, sms: int) -> torch.Tensor:
