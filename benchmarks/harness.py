@@ -33,13 +33,15 @@ from fastverify.cli.output import Output
 MIN_CALLS = 50         # calls of one replay: the graph's own launch is then under 0.2 us a call
 MAX_SETS = 1024        # buffer sets of a cold run; very small ops stay partly warm, and their rows say so
 CPU_SETS = 8           # enough for ratios
-BUDGET_S = 0.3         # device time of one measurement: long calls get fewer samples, at least MIN_SAMPLES
+BUDGET_S = 0.15        # device time of one measurement: long calls get fewer samples, at least MIN_SAMPLES
 MIN_SAMPLES = 7
-MOST_WARM = 100        # samples thrown away, at most
-WARM_S = 0.01          # device time before the first sample: a GPU that waited for the host has lowered its clocks
+MOST_WARM = 100        # samples thrown away in one round of the warm-up, at most
+WARM_S = 0.01          # device time of such a round: a GPU that waited for the host has lowered its clocks
+WARM_ROUNDS = 5        # rounds, at most, until two in a row agree to SETTLED: the clocks are up
+SETTLED = 0.005
 COLD_L2S = 3           # bytes that pass between two uses of a buffer, in sizes of the L2
 COLUMNS = ("op", "provider", "shape", "dtype", "median_us", "p20_us", "p80_us", "floor_us", "empty_us", "bytes", "copy_gb_s",
-           "cold", "graph", "correct", "note", "command", "device", "date", "versions")
+           "cold", "graph", "correct", "note", "seconds", "command", "device", "date", "versions")
 PEERS = ("triton", "sglang-kernel", "flashinfer-python", "vllm")
 ROOT = Path(__file__).resolve().parents[1]
 # flag of every benchmark -> the axes that it sets, by their names in rows
@@ -105,7 +107,7 @@ def time_host(calls: Sequence[Callable], repeats: int, before: Optional[Callable
 
 
 def _samples(run: Callable, calls: int, repeats: int, before: Optional[Callable]) -> list:
-    """Device microseconds per call of `repeats` runs (fewer where BUDGET_S asks for it) after WARM_S that warm up."""
+    """Device microseconds per call of `repeats` runs (fewer where BUDGET_S asks for it), once rounds of WARM_S take equally long."""
     def timed(count: int) -> list:
         marks = []
         for _ in range(count):
@@ -120,8 +122,10 @@ def _samples(run: Callable, calls: int, repeats: int, before: Optional[Callable]
         return [s.elapsed_time(e) for s, e in marks]
 
     ms = timed(2)[-1]
-    if before is None:
-        timed(min(MOST_WARM, int(WARM_S * 1e3 / max(ms, 1e-3))))
+    for _ in range(0 if before else WARM_ROUNDS if ms < WARM_S * 1e3 else 1):
+        last, ms = ms, quantile(sorted(timed(max(1, min(MOST_WARM, int(WARM_S * 1e3 / max(ms, 1e-3)))))), 0.5)
+        if abs(ms - last) <= SETTLED * last:
+            break
     return [ms * 1e3 / calls for ms in timed(samples_within(ms * 1e-3, repeats))]
 
 
@@ -273,6 +277,7 @@ class Bench:
             versions["cuda"] = torch.version.cuda
         self.about = dict(command=without_paths(typed()), device=env["device"], device_type=env["device_type"],
                           date=env["date"], versions=versions)
+        self.last = time.monotonic()
 
     def sets(self, nbytes: int) -> int:
         """How many buffer sets of `nbytes` (what one call reads and writes) to make: 1 under --warm, at most CPU_SETS on a CPU."""
@@ -284,7 +289,8 @@ class Bench:
         return with_axes(self.args, shapes, names)
 
     def wanted(self, provider: str) -> bool:
-        return not self.args.only or provider in self.args.only.split(",")
+        """Whether --only names the provider, or what stands before its first comma or bracket ("cuda, sm_120 configuration")."""
+        return not self.args.only or bool({provider, re.split(r",| \(", provider)[0]} & set(self.args.only.split(",")))
 
     def triton(self) -> Optional[Callable]:
         """The op's Triton version, with the schema's positional arguments; None without a GPU or without triton."""
@@ -327,7 +333,9 @@ class Bench:
         row = dict(op=self.op, provider=provider, shape=dict(shape), dtype=str(dtype).removeprefix("torch."), **t._asdict(),
                    floor_us=nbytes / self.bandwidth * 1e6 if nbytes else None, empty_us=self.empty_us, bytes=nbytes,
                    copy_gb_s=self.bandwidth / 1e9, cold=cold, correct=correct, note=note, **self.about)
-        for name in ("median_us", "p20_us", "p80_us", "floor_us", "empty_us", "copy_gb_s"):
+        now = time.monotonic()
+        row["seconds"], self.last = now - self.last, now  # inputs, timing and check: where the time of a suite goes
+        for name in ("median_us", "p20_us", "p80_us", "floor_us", "empty_us", "copy_gb_s", "seconds"):
             row[name] = None if row[name] is None else round(row[name], 3)
         self.rows.append(row)
         if self.args.out:  # at once: a run that is cut short keeps what it has

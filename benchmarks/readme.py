@@ -1,4 +1,4 @@
-"""Fills the generated parts of README.md and docs/performance.md from benchmarks/results/*.json.
+"""Fills the generated parts of README.md and docs (FILES) from benchmarks/results/*.json.
 
     python benchmarks/readme.py           rewrite them
     python benchmarks/readme.py --check   exit 1 if they differ (a test runs this: no number is edited by hand)
@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from gpu_tables import gpu_part, summary  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-FILES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "plan_and_trace.md")
+FILES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("performance", "gpu_results", "plan_and_trace")))
 
 
 def load(kind: str) -> tuple:
@@ -138,7 +138,7 @@ def generated(text: str) -> str:
         text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", lambda m: m[1] + (make() + "\n" if make() else "") + m[2],
                       text, flags=re.S)
     return re.sub(r"(<!-- gpu: ([\w.]+) -->\n).*?(<!-- /gpu -->)",
-                  lambda m: m[1] + ((part + "\n") if (part := gpu_part(RESULTS, m[2])) else "") + m[3], text, flags=re.S)
+                  lambda m: m[1] + (gpu_part(RESULTS, m[2]) or "No stored result.") + "\n" + m[3], text, flags=re.S)
 
 
 def main() -> int:

@@ -99,6 +99,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
     // out = sum over ranks in rank order in fp32, rounded once: the same bits on every rank. Virtual communicators take
     // [world, ...] for x and out; on the CPU x is [world, ...] (gathered) and out one rank's.
     m.def("all_reduce(Tensor x, Tensor(a!) out, int comm) -> ()");
+    // The same for x [pieces,rows,width], pieces of columns of out [rows, pieces * width]: written or, with add, grown. One launch sends
+    // each piece once ready i32 [pieces] holds the number of the call for it (Communicator.mark); without ready all are there.
+    m.def("all_reduce_columns(Tensor x, Tensor(a!) out, Tensor? ready, bool add, int comm) -> ()");
     // residual += sum over ranks of x [rows,H], rounded; out = RMSNorm(residual) * weight [H]. prefetch i64 [P,2]:
     // (address, bytes) of weights to pull into L2 meanwhile.
     m.def(

@@ -16,6 +16,7 @@ _WHERE = {  # public name -> module
     "verify_tree_partials": "accept.verify_tree_partials", "partial_words": "accept.verify_tree_partials",
     "verify_tree_combine": "accept.verify_tree_combine", "verify_tree_sharded": "accept.verify_tree_combine",
     "all_reduce": "comm.all_reduce", "all_reduce_rms_norm": "comm.all_reduce_rms_norm",
+    "all_reduce_columns": "comm.all_reduce_columns",
     "all_gather_small": "comm.all_gather_small", "linear_all_reduce": "comm.linear_all_reduce", "Communicator": "comm.communicator",
     "CommunicatorError": "comm.communicator",
     "compact_kv": "kv.compact_kv", "compact_kv_layers": "kv.compact_kv_layers", "next_inputs": "kv.next_inputs",

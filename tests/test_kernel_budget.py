@@ -23,6 +23,7 @@ BUDGET = {
     r"all_reduce_rms_norm_row_kernelI\w*Li2E": (64, 0),  # 1024 threads
     r"all_reduce_rms_norm_row_kernel": (128, 0),  # 512 threads
     r"all_reduce_(rms_norm_|fp8_)kernel": (176, 16),  # 128 up to 4 ranks; on sm_120 the calls for unaligned ends keep a word
+    r"all_reduce_columns_kernel": (128, 0),  # 512 threads
     r"all_reduce_kernel": (128, 0),  # 512 threads
     r"all_gather_small_kernel": (64, 32),  # the calls for unaligned ends keep a few words
     r"rope_append_teams_kernel": (64, 16),  # eight blocks of 128 threads per SM; a word or two spilled on sm_80

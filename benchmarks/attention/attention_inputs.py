@@ -1,6 +1,6 @@
 """Inputs of the attention benchmarks: one paged cache that every provider reads in its own form, random trees, an oracle."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -51,22 +51,36 @@ def mask_words(tree: torch.Tensor) -> torch.Tensor:
     return (bits.view(batch * nodes, words, 64) * place).sum(-1)
 
 
-def make(batch: int, nodes: int, prefix: int, q_heads: int, kv_heads: int, head_dim: int, dtype, device) -> Inputs:
-    """A request's KV is `prefix` committed tokens and its tree, on random pages of one pool."""
+def make(batch: int, nodes: int, prefix: int, q_heads: int, kv_heads: int, head_dim: int, dtype, device, step: Optional[Inputs] = None) -> Inputs:
+    """A request's KV is `prefix` committed tokens and its tree, on random pages of one pool. step: another layer of the same step, whose
+    page table, lengths and trees are this one's too; without it they are its own."""
     per = -(-(prefix + nodes) // PAGE)
     pages = batch * per
-    table = torch.randperm(pages, device=device).view(batch, per).int()
+    table = step.table if step else torch.randperm(pages, device=device).view(batch, per).int()
     normal = lambda *shape: torch.randn(*shape, device=device, dtype=dtype)  # noqa: E731
     along = torch.nn.functional.normalize(torch.randn(head_dim, device=device), dim=0) * BOOST
     k, v = normal(pages, PAGE, kv_heads, head_dim), normal(pages, PAGE, kv_heads, head_dim)
     at = prefix + torch.arange(nodes, device=device)
     k[table[:, at // PAGE].long(), at % PAGE] += along.to(dtype)
-    tree = random_trees(batch, nodes, device)
+    tree = step.tree if step else random_trees(batch, nodes, device)
     rows = batch * nodes
-    return Inputs(normal(rows, q_heads, head_dim) + along.to(dtype), k, v, table,
-                  torch.full((batch,), prefix, dtype=torch.int32, device=device),
-                  torch.arange(0, rows + 1, nodes, dtype=torch.int32, device=device), mask_words(tree), tree,
-                  torch.full((rows, q_heads, head_dim), float("nan"), device=device, dtype=dtype))
+    own = Inputs(normal(rows, q_heads, head_dim) + along.to(dtype), k, v, table,
+                 torch.full((batch,), prefix, dtype=torch.int32, device=device),
+                 torch.arange(0, rows + 1, nodes, dtype=torch.int32, device=device), mask_words(tree), tree,
+                 torch.full((rows, q_heads, head_dim), float("nan"), device=device, dtype=dtype))
+    return own._replace(prefix_len=step.prefix_len, cu_nodes=step.cu_nodes, mask=step.mask) if step else own
+
+
+def layers(count: int, make_one, own_tables: bool = False) -> list:
+    """`count` buffer sets from make_one(step): the layers of one step, which share page table, lengths and trees; or each with its own."""
+    sets = [make_one(None)]
+    return sets + [make_one(None if own_tables else sets[0]) for _ in range(count - 1)]
+
+
+def per_step(sets: list, make_one) -> list:
+    """make_one(x) for every set, made once for sets that share their tables."""
+    made = {}
+    return [made[id(x.table)] if id(x.table) in made else made.setdefault(id(x.table), make_one(x)) for x in sets]
 
 
 def dense(x: Inputs) -> tuple:

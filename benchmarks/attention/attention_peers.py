@@ -3,17 +3,21 @@
 
 import torch
 
-from attention_inputs import PAGE, Inputs, dense
+from attention_inputs import PAGE, Inputs, dense, per_step
 
 
 def sdpa(sets: list) -> tuple:
     """torch scaled_dot_product_attention over dense K and V (already gathered) with a boolean mask."""
+    def mask_of(x):
+        batch, nodes = x.tree.shape[:2]
+        mask = torch.ones(batch, 1, nodes, int(x.prefix_len[0]) + nodes, dtype=torch.bool, device=x.q.device)
+        mask[..., -nodes:] = x.tree[:, None]
+        return mask
+
     calls, outs = [], []
-    for x in sets:
+    for x, mask in zip(sets, per_step(sets, mask_of)):
         batch, nodes = x.tree.shape[:2]
         keys, values = dense(x)
-        mask = torch.ones(batch, 1, nodes, keys.shape[2], dtype=torch.bool, device=x.q.device)
-        mask[..., -nodes:] = x.tree[:, None]
         q = x.q.view(batch, nodes, *x.q.shape[1:]).transpose(1, 2).contiguous()
 
         def call(q=q, keys=keys, values=values, mask=mask, out=x.out, shape=(batch, nodes)):
@@ -34,11 +38,15 @@ def flex(sets: list) -> tuple:
     def mask_of(prefix, tree):
         return lambda b, h, i, j: (j < prefix) | tree[b, i, (j - prefix).clamp(0, tree.shape[1] - 1)]
 
+    def blocks_of(x):
+        batch, nodes = x.tree.shape[:2]
+        prefix = int(x.prefix_len[0])
+        return create_block_mask(mask_of(prefix, x.tree), batch, None, nodes, prefix + nodes, device=x.q.device)
+
     calls, outs = [], []
-    for x in sets:
+    for x, blocks in zip(sets, per_step(sets, blocks_of)):
         batch, nodes = x.tree.shape[:2]
         keys, values = dense(x)
-        blocks = create_block_mask(mask_of(int(x.prefix_len[0]), x.tree), batch, None, nodes, keys.shape[2], device=x.q.device)
         q = x.q.view(batch, nodes, *x.q.shape[1:]).transpose(1, 2).contiguous()
 
         def call(q=q, keys=keys, values=values, blocks=blocks, out=x.out, shape=(batch, nodes)):
@@ -67,14 +75,12 @@ def xqa(sets: list) -> tuple:
 
     run = getattr(run, "xqa", run)
     calls, outs = [], []
-    for x in sets:
+    for x, (mask, lengths) in zip(sets, per_step(sets, lambda x: (xqa_mask(x), (x.prefix_len + x.tree.shape[1]).view(-1, 1).view(torch.uint32)))):
         batch, nodes = x.tree.shape[:2]
         kv_heads = x.k.shape[2]
         workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=x.q.device) if not calls else workspace  # noqa: F821
         semaphores = torch.zeros(-(-kv_heads * batch * 64 // 4) * 4, dtype=torch.int32, device=x.q.device).view(torch.uint32)
-        lengths = (x.prefix_len + nodes).view(batch, 1).view(torch.uint32)
         q, out = x.q.view(batch, 1, nodes, *x.q.shape[1:]), x.out.view(batch, 1, nodes, *x.out.shape[1:])
-        mask = xqa_mask(x)
 
         def call(q=q, x=x, out=out, mask=mask, lengths=lengths, semaphores=semaphores, workspace=workspace):
             run(q, x.k, x.v, x.table, lengths, out, workspace, semaphores, x.k.shape[2], PAGE, q_seq_len=q.shape[2], mask=mask)
@@ -88,10 +94,9 @@ def fa2(sets: list, page_size: int = 16) -> tuple:
     """FlashInfer's fa2 prefill with a custom mask over the whole KV; planned beforehand (host work each step in use)."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-    calls, outs = [], []
-    for x in sets:
+    def plan(x):
         batch, nodes = x.tree.shape[:2]
-        k, v, table = x.paged(page_size)
+        table = x.paged(page_size)[2]
         length = int(x.prefix_len[0]) + nodes
         used = -(-length // page_size)
         mask = torch.ones(batch, nodes, length, dtype=torch.bool, device=x.q.device)
@@ -102,6 +107,11 @@ def fa2(sets: list, page_size: int = 16) -> tuple:
         wrapper.plan(x.cu_nodes, indptr * used, table[:, :used].flatten().contiguous(),
                      torch.full((batch,), (length - 1) % page_size + 1, dtype=torch.int32, device=x.q.device), x.q.shape[1],
                      x.k.shape[2], x.q.shape[2], page_size, custom_mask=mask.flatten(), q_data_type=x.q.dtype)
+        return wrapper
+
+    calls, outs = [], []
+    for x, wrapper in zip(sets, per_step(sets, plan)):
+        k, v, _ = x.paged(page_size)
 
         def call(wrapper=wrapper, q=x.q, k=k, v=v, out=x.out):
             wrapper.run(q, (k, v), out=out)

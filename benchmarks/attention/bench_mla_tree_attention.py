@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -36,20 +36,21 @@ class Inputs(NamedTuple):
     out: torch.Tensor         # [B*N, H, 512]
 
 
-def make(heads: int, batch: int, nodes: int, prefix: int, dtype, device, chain: bool = False) -> Inputs:
+def make(heads: int, batch: int, nodes: int, prefix: int, dtype, device, chain: bool = False, step: Optional[Inputs] = None) -> Inputs:
     """The keys of the tree lie along the queries, so that a wrong mask changes the output."""
     per = -(-(prefix + nodes) // PAGE)
-    table = torch.randperm(batch * per, device=device).view(batch, per).int()
+    table = step.table if step else torch.randperm(batch * per, device=device).view(batch, per).int()
     along = torch.nn.functional.normalize(torch.randn(LATENT + ROPE, device=device), dim=0) * 9.5
     kv = torch.randn(batch * per, PAGE, LATENT + ROPE, device=device, dtype=dtype)
     at = prefix + torch.arange(nodes, device=device)
     kv[table[:, at // PAGE].long(), at % PAGE] += along.to(dtype)
     tree = torch.ones(batch, nodes, nodes, dtype=torch.bool, device=device).tril() if chain else inputs.random_trees(batch, nodes, device)
     rows = batch * nodes
-    return Inputs(torch.randn(rows, heads, LATENT + ROPE, device=device, dtype=dtype) + along.to(dtype), kv, inputs.mask_words(tree),
-                  torch.arange(0, rows + 1, nodes, dtype=torch.int32, device=device),
-                  torch.full((batch,), prefix, dtype=torch.int32, device=device), table, tree,
-                  torch.full((rows, heads, LATENT), float("nan"), device=device, dtype=dtype))
+    own = Inputs(torch.randn(rows, heads, LATENT + ROPE, device=device, dtype=dtype) + along.to(dtype), kv, inputs.mask_words(tree),
+                 torch.arange(0, rows + 1, nodes, dtype=torch.int32, device=device),
+                 torch.full((batch,), prefix, dtype=torch.int32, device=device), table, tree,
+                 torch.full((rows, heads, LATENT), float("nan"), device=device, dtype=dtype))
+    return own._replace(mask=step.mask, cu_nodes=step.cu_nodes, prefix_len=step.prefix_len, tree=step.tree) if step else own
 
 
 def oracle(x: Inputs) -> torch.Tensor:
@@ -73,8 +74,7 @@ def flashinfer(sets: list, backend: str) -> tuple:
     """Planned beforehand: its host work of each step is not in the figure."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
-    calls = []
-    for x in sets:
+    def plan(x):
         batch, nodes = x.tree.shape[:2]
         length = int(x.prefix_len[0]) + nodes
         used = -(-length // PAGE)
@@ -82,6 +82,10 @@ def flashinfer(sets: list, backend: str) -> tuple:
         wrapper.plan(x.cu_nodes, torch.arange(batch + 1, dtype=torch.int32, device=x.q.device) * used, x.table[:, :used].flatten().contiguous(),
                      torch.full((batch,), length, dtype=torch.int32, device=x.q.device), x.q.shape[1], LATENT, ROPE, PAGE, True, SCALE,
                      x.q.dtype, x.kv.dtype)
+        return wrapper
+
+    calls = []
+    for x, wrapper in zip(sets, inputs.per_step(sets, plan)):
         calls.append(functools.partial(wrapper.run, x.q[..., :LATENT], x.q[..., LATENT:], x.kv[..., :LATENT], x.kv[..., LATENT:], out=x.out))
     return calls
 
@@ -89,6 +93,7 @@ def flashinfer(sets: list, backend: str) -> tuple:
 def main() -> int:
     parser = options("mla_tree_attention against FlashInfer's MLA")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="H,B,N,KV")
+    parser.add_argument("--own-tables", action="store_true", help="a page table, lengths and trees per buffer set, not one as for the layers of a step")
     args = parser.parse_args()
     bench = Bench("mla_tree_attention", args)
     on_gpu = bench.device.type == "cuda"
@@ -105,7 +110,8 @@ def main() -> int:
             if not bench.wanted(label.split(",")[0].split(" (")[0]):
                 continue
             torch.manual_seed(0)
-            sets = [make(heads, batch, nodes, prefix, dtype, bench.device, chain) for _ in range(bench.sets(nbytes))]
+            sets = inputs.layers(bench.sets(nbytes), lambda step: make(heads, batch, nodes, prefix, dtype, bench.device, chain, step),  # noqa: B023
+                                 args.own_tables)
             wants = [oracle(x) for x in sets[:1]]
             try:
                 calls = prepare(sets)
@@ -116,7 +122,7 @@ def main() -> int:
                 bench.absent(label, shape, dtype, f"failed: {str(error).strip().splitlines()[0][:160]}")
                 continue
             right = lambda: all(bool(((x.out.float() - w).abs() <= 2e-2 * (1 + w.abs())).all()) for x, w in zip(sets, wants))  # noqa: B023, E731
-            bench.measure(label, shape, dtype, calls, nbytes, check=right)
+            bench.measure(label, shape, dtype, calls, nbytes, check=right, note="own tables" if args.own_tables else "")
     return bench.finish()
 
 

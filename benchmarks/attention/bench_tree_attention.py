@@ -5,6 +5,7 @@
 """
 
 import functools
+import os
 import sys
 from pathlib import Path
 
@@ -30,8 +31,9 @@ def ours(sets: list, page_size: int, backend: str) -> tuple:
         op = _ops.get("tree_attention")
     calls = []
     workspace_for = getattr(wrapper, "workspace_for", lambda *_: None)
-    for x in sets:
-        k, v, table = x.paged(page_size)
+    tables = inputs.per_step(sets, lambda x: x.paged(page_size)[2])
+    for x, table in zip(sets, tables):
+        k, v, _ = x.paged(page_size)
         workspace = workspace_for(x.q, k, len(x.prefix_len)) if not calls else workspace  # noqa: F821
         calls.append(functools.partial(op, x.q, k, v, x.mask, x.cu_nodes, x.prefix_len, table, None, None, None, None, x.out, None,
                                        workspace, 0, x.q.shape[2] ** -0.5, 0, 0.0))
@@ -43,12 +45,14 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="B,N,KV")
     parser.add_argument("--heads", default="32,8,128", metavar="Q,KV,DIM")
     parser.add_argument("--page-size", type=int, default=16, help="of ours and of fa2; a divisor of 64 (xqa: always 64)")
+    parser.add_argument("--own-tables", action="store_true", help="a page table, lengths and trees per buffer set, not one as for the layers of a step")
     args = parser.parse_args()
     bench = Bench("tree_attention", args)
     dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
     heads = tuple(map(int, args.heads.split(",")))
     on_gpu = bench.device.type == "cuda"
-    providers = {"cuda" if on_gpu else "cpu": lambda s: ours(s, args.page_size, "native"), "sdpa": peers.sdpa}
+    own = "cpu" if not on_gpu else "cuda, sm_120 configuration" if os.environ.get("FASTVERIFY_PROFILE") else "cuda"
+    providers = {own: lambda s: ours(s, args.page_size, "native"), "sdpa": peers.sdpa}
     if on_gpu:
         providers |= {"triton": lambda s: ours(s, args.page_size, "triton"), "xqa": peers.xqa,
                       "fa2": lambda s: peers.fa2(s, args.page_size), "flex": peers.flex}
@@ -57,18 +61,19 @@ def main() -> int:
         shape = dict(B=batch, N=nodes, KV=prefix, Hq=heads[0], Hkv=heads[1], D=heads[2])
         nbytes = inputs.bytes_of(batch, nodes, prefix, *heads, dtype.itemsize)
         torch.manual_seed(0)
-        sets = [inputs.make(batch, nodes, prefix, *heads, dtype, bench.device) for _ in range(bench.sets(nbytes))]
+        make = lambda step: inputs.make(batch, nodes, prefix, *heads, dtype, bench.device, step)  # noqa: B023, E731
+        sets = inputs.layers(bench.sets(nbytes), make, args.own_tables)
         wants = [inputs.oracle(x) for x in sets[:2]]
         for name, prepare in providers.items():
             if not bench.wanted(name):
                 continue
-            if name == "cuda" and not _ops.has_native_kernel("tree_attention", "cuda"):
+            if name == own == "cuda" and not _ops.has_native_kernel("tree_attention", "cuda"):
                 bench.absent(name, shape, dtype, "no CUDA kernel in this build")
                 continue
             for x in sets:
                 x.out.fill_(float("nan"))
             try:
-                calls, outs = prepare(sets if name != "flex" else sets[:2])
+                calls, outs = prepare(sets)
             except ImportError as error:
                 bench.absent(name, shape, dtype, f"not installed: {error}")
                 continue
@@ -76,7 +81,8 @@ def main() -> int:
                 bench.absent(name, shape, dtype, f"failed: {str(error).strip().splitlines()[0][:160]}")
                 continue
             bench.measure(name, shape, dtype, calls, nbytes,
-                          check=lambda: all(inputs.right(x, o, w) for x, o, w in zip(sets, outs, wants)))  # noqa: B023
+                          check=lambda: all(inputs.right(x, o, w) for x, o, w in zip(sets, outs, wants)),  # noqa: B023
+                          note="own tables" if args.own_tables else "")
     return bench.finish()
 
 

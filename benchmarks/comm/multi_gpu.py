@@ -4,15 +4,20 @@
     python benchmarks/comm/multi_gpu.py --quick --out DIR   # measurements only, about 100 s at two GPUs
 
 Rows of a world size go to DIR/<device>-x<W>-<date>.json. Sections: sums (all_reduce and all_reduce_rms_norm: peer, host mailbox, our
-NCCL communicator, torch's NCCL, NCCL with NCCL_P2P_DISABLE=1, torch symmetric memory), linears (linear_all_reduce), verifies
-(vocab-parallel verify_tree), loop (the decode loop, --sections loop). A sample is one replay of a graph of 100 chained calls
+NCCL communicator, torch's NCCL, torch symmetric memory, peers.py), linears (linear_all_reduce), verifies (vocab-parallel verify_tree), loop (the
+decode loop), without-p2p (NCCL with NCCL_P2P_DISABLE=1), one-card (linear_all_reduce of two ranks on one GPU under MPS: the mailbox over
+one real link). A sample is one replay of a graph of 100 chained calls
 (20 or 10 where noted by the section) divided by them; a row is the minimum over ranks of the medians. NVLink multicast stays off.
 """
 
 import json
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
@@ -24,55 +29,95 @@ import torch
 from harness import options
 from ranks import spawn
 
-SECTIONS = ("sums", "linears", "verifies", "loop")
+SECTIONS = ("sums", "linears", "verifies", "loop", "without-p2p", "one-card")
 
 
 def body(me, args) -> int:
-    """One rank of a world: all sections, each guarded by the time that is left (rank 0's clock decides)."""
-    for item in args.sections:
+    """One rank of a world: the sections of args.todo, each guarded by the time that is left (rank 0's clock decides)."""
+    for at, item in enumerate(args.todo):
+        if me.rank == 0:
+            args.reached.write_text(str(at))
         name, _, only = item.partition(":")
         wanted = tuple(only.split("+")) if only else None
         left = me.gathered(args.until - time.time())[0]
-        if left < 8:
+        if left < 5:
             me.absent("all", item, dict(W=me.world), "bfloat16", "not run: no time left")
             continue
         start = time.time()
-        try:
-            if name == "loop":
-                import loop_section
-                loop_section.loops(me, args, wanted or loop_section.PARTS)
-            else:
-                rows = max(args.rows) if name == "sums" else max(min(1024, max(args.linear_rows)), 64)
-                ways = wanted or (sections.WAYS if name == "sums" else tuple(args.over))
-                comms = sections.communicators(me, rows * args.hidden * 2, ways)
-                dict(sums=sections.sums, linears=sections.linears, verifies=sections.verifies)[name](me, args, comms)
-                for comm in comms.values():
-                    comm.check()
-        except Exception as exc:  # the rows so far are stored
-            print(f"rank {me.rank}: section {item} broke off: {(str(exc) or type(exc).__name__).splitlines()[0][:300]}", file=sys.stderr, flush=True)
-            return 1
+        if name == "loop":
+            import loop_section
+            loop_section.loops(me, args, wanted or loop_section.PARTS)
+        elif name == "without-p2p":
+            sections.sums_without_p2p(me, args)
+        else:
+            rows = max(args.rows) if name == "sums" else max(min(1024, max(args.linear_rows)), 64)
+            ways = wanted or (sections.WAYS if name == "sums" else ("host", "peer") if name == "one-card" else tuple(args.over))
+            comms = sections.communicators(me, rows * args.hidden * 2, ways)
+            dict(sums=sections.sums, verifies=sections.verifies).get(name, sections.linears)(me, args, comms)
+            for comm in comms.values():
+                comm.check()
         if me.rank == 0:
             print(f"{item}: {time.time() - start:.0f} s", flush=True)
     return me.bench.finish() if me.bench else 0
 
 
-def without_p2p(me, args) -> int:
-    sections.sums_without_p2p(me, args)
-    return me.bench.finish() if me.bench else 0
+def groups(items: list) -> list:
+    """[(sections, environment, same card)]: what may share processes. NCCL reads its variables once."""
+    alone = {"without-p2p": (dict(NCCL_P2P_DISABLE="1"), False), "one-card": ({}, True)}
+    together = [i for i in items if i.partition(":")[0] not in alone]
+    return ([(together, {}, False)] if together else []) + [([i], *alone[i.partition(":")[0]]) for i in items if i.partition(":")[0] in alone]
+
+
+def run_group(args, world: int, todo: list, variables: dict, same_gpu: bool) -> None:
+    """Runs the sections in one set of processes; after a section that fails (a process may be lost with it) the others in a new one."""
+    args.reached, args.same_gpu = args.out / "reached", same_gpu
+    args.out.mkdir(parents=True, exist_ok=True)
+    while todo and args.until - time.time() > 8:
+        args.todo = todo
+        args.reached.write_text("0")
+        with environment(variables), one_card(same_gpu) as why:
+            if why:
+                print(f"{todo[0]}: not run: {why}", flush=True)
+                return
+            try:
+                spawn(body, args, world)
+                return
+            except Exception as exc:
+                at = int(args.reached.read_text())
+                print(f"W={world}: section {todo[at]} broke off: {str(exc).strip().splitlines()[-1][:300]}", file=sys.stderr, flush=True)
+                todo = todo[at + 1:]
+
+
+@contextmanager
+def environment(variables: dict):
+    os.environ.update(variables)
+    yield
+    for name in variables:
+        del os.environ[name]
+
+
+@contextmanager
+def one_card(wanted: bool):
+    """Several ranks on GPU 0: under MPS, or they would take turns of milliseconds. Yields why it cannot be."""
+    if not wanted:
+        yield ""
+        return
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        yield "no nvidia-cuda-mps-control"
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        variables = dict(CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder, CUDA_VISIBLE_DEVICES="0")
+        with environment(variables):
+            started = subprocess.run(["nvidia-cuda-mps-control", "-d"], capture_output=True, text=True, timeout=20)
+            yield "" if started.returncode == 0 else f"nvidia-cuda-mps-control: {(started.stderr or started.stdout).strip()[:200]}"
+            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", capture_output=True, text=True, timeout=20)
 
 
 def run_world(args, world: int) -> None:
     out, args.out = args.out, args.out / f"W{world}"
-    for part, variables in ((body, {}), (without_p2p, dict(NCCL_P2P_DISABLE="1"))):
-        if part is without_p2p and ("sums" not in args.sections or args.until - time.time() < 12):
-            continue
-        os.environ.update(variables)
-        try:
-            spawn(part, args, world)
-        except Exception as exc:  # the other worlds still run
-            print(f"W={world}, {part.__name__}: {str(exc).strip().splitlines()[-1][:300]}", file=sys.stderr, flush=True)
-        for name in variables:
-            del os.environ[name]
+    for todo, variables, same_gpu in groups(args.sections):
+        run_group(args, world, todo, variables, same_gpu)
+    args.reached.unlink(missing_ok=True)
     for path in sorted(args.out.glob("*.json")):  # device-date.json -> device-xW-date.json
         stem = path.stem[:-11]
         path.rename(out / f"{stem}-x{world}-{path.stem[-10:]}.json")
@@ -91,6 +136,7 @@ def main() -> int:
     parser.add_argument("--sections", type=lambda s: s.split(","), default=list(SECTIONS),
                         help="in this order; linears:host, loop:cycles-70b+compare-70b and the like take parts of a section")
     parser.add_argument("--loop-backend", choices=("auto", "peer", "host", "nccl"), default="auto", help="communicator of the loop section")
+    parser.add_argument("--peers-lib", help="benchmarks/comm/peers.cu built elsewhere; default: built here where FlashInfer is installed")
     parser.add_argument("--seconds", type=float, default=420, help="no section starts later than this")
     parser.add_argument("--quick", action="store_true", help="fewer replays")
     args = parser.parse_args()

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # multi_gpu.sh [--quick] [options of multi_gpu.py]: on a host with two or more GPUs, build, test and measure the communicators in
 # under 9 minutes (--quick: about 3), largest world first, one JSON per world in benchmarks/results (--out DIR).
-# PYTHON: an interpreter with a CUDA build of torch, pybind11, cmake, ninja, pytest (default python3). SKIP_BUILD=1, SKIP_TESTS=1.
+# PYTHON: an interpreter with a CUDA build of torch, pybind11, cmake, ninja, pytest (default python3); with pytest-xdist the tests
+# share the time. SKIP_BUILD=1 (a built tree), SKIP_TESTS=1.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -17,12 +18,13 @@ if [ -z "${SKIP_BUILD:-}" ]; then  # for the GPUs present only
 fi
 status=0
 if [ -z "${SKIP_TESTS:-}" ]; then
-  tests=(tests/comm/test_nccl.py tests/comm/test_comm_gpu.py tests/comm/test_real_ranks.py)
-  [ "$quick" = 1 ] || tests+=(tests/comm/test_environments.py)
-  timeout $((quick ? 70 : 170)) "$python" -m pytest "${tests[@]}" -q -p no:cacheprovider || status=1
+  tests=(tests/comm/test_nccl.py tests/comm/test_comm_gpu.py tests/comm/test_real_ranks.py tests/comm/test_environments.py)
+  side=()
+  if "$python" -c 'import xdist' 2> /dev/null; then side=(-n 6); fi
+  timeout $((quick ? 90 : 170)) "$python" -m pytest "${tests[@]}" ${side[@]+"${side[@]}"} -q -p no:cacheprovider || status=1
   echo "tests: exit $status, $((SECONDS - start)) s"
 fi
-left=$(((quick ? 165 : 500) - (SECONDS - start)))
+left=$(((quick ? 175 : 500) - (SECONDS - start)))
 [ "$left" -gt 30 ] || left=30
 "$python" benchmarks/comm/multi_gpu.py --seconds "$left" "$@" || status=1
 echo "multi_gpu: exit $status, $((SECONDS - start)) s"

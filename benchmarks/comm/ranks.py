@@ -35,6 +35,7 @@ def spawn(body: Callable, args, world: int) -> None:
 def _enter(rank: int, body: Callable, args, world: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
+    torch.set_num_threads(4)
     me = Rank(rank, world, args)
     status = body(me, args) or 0
     me.together()

@@ -1,15 +1,15 @@
 """What multi_gpu.py measures: functions of a Rank (ranks.py)."""
 
-import importlib.util
 import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from overlap import trace
+from peers import Peers
 from ranks import Rank, fold
 
-from fastverify import Communicator, all_reduce, all_reduce_rms_norm, linear_all_reduce
+from fastverify import Communicator, all_reduce, all_reduce_columns, all_reduce_rms_norm, linear_all_reduce
 
 EPS, BF16 = 1e-6, "bfloat16"
 WAYS = ("peer", "host", "nccl")
@@ -31,6 +31,7 @@ def communicators(me: Rank, max_bytes: int, wanted: tuple = WAYS) -> dict:
 def sums(me: Rank, args, comms: dict) -> None:
     nccl = dist.new_group(backend="nccl")
     symmetric = SymmetricMemory(me, nccl, max(args.rows) * args.hidden)
+    peers = Peers(me, max(args.rows), args.hidden, args.peers_lib)
     for rows in args.rows:
         shape = dict(W=me.world, rows=rows, H=args.hidden)
         g = torch.Generator().manual_seed(1000 * rows)
@@ -43,6 +44,10 @@ def sums(me: Rank, args, comms: dict) -> None:
         finite = lambda: bool(res.isfinite().all())  # noqa: E731
         for name, comm in comms.items():
             forms = [("", None)] if name == "nccl" else [(" one-shot", comm.max_bytes), (" two-shot", 0)]
+            if name != "nccl" and x.numel() % 8 == 0 and rows >= 8:
+                parts_of_x, both = x.view(1, rows, args.hidden), torch.empty_like(x)
+                me.row(f"{name} both directions at once", "all_reduce", shape, BF16, lambda: all_reduce_columns(parts_of_x, comm, both),
+                       lambda: torch.equal(both.cpu(), want))
             for form, limit in forms:
                 label = ("our NCCL" if name == "nccl" else name) + form
                 if limit is not None:
@@ -54,9 +59,7 @@ def sums(me: Rank, args, comms: dict) -> None:
                        lambda: all_reduce_rms_norm(x, res, weight, comm, EPS, out=out), finite)
         nccl_rows(me, "NCCL", nccl, x, res, weight, shape, close)
         symmetric.rows(me, x, res, weight, shape, close)
-    for name in ("flashinfer", "sgl_kernel"):
-        if importlib.util.find_spec(name) is None:
-            me.absent(name, "all_reduce", dict(W=me.world), BF16, "not installed")
+        peers.rows(me, x, residual, weight, shape, close)
 
 
 def nccl_rows(me: Rank, label: str, group, x, res, weight, shape: dict, close) -> None:
@@ -128,66 +131,102 @@ class SymmetricMemory:
 
 # ---- linear_all_reduce -------------------------------------------------------------------------------------------------------
 
-CUTS = (("columns", 2), ("columns", 4), ("growing", 3), ("growing", 4), ("rows", 2), ("rows", 4))
+STREAMS = (("columns", 2), ("columns", 4), ("growing", 3), ("growing", 4), ("rows", 2), ("rows", 4))
+RESIDENT = (("resident", 1), ("resident", 2), ("resident", 4), ("resident", 7), ("resident", 8))
 FEW = 8  # blocks or CTAs of a sum that leaves the SMs to the product
 
 
 def linears(me: Rank, args, comms: dict) -> None:
     """residual += sum(x @ weight.T): product then sum against pieces, and the share of the shorter part that is hidden."""
     comms = dict(comms)
-    if "nccl" in comms:
+    if "nccl" in comms and not args.quick:
         comms["nccl, 8 CTAs"] = Communicator(device=me.device, backend="nccl", nccl=dict(max_ctas=FEW))
     for inner in args.inner:
         n, k = args.hidden, inner // me.world
         weight = torch.randn(n, k, generator=torch.Generator(me.device).manual_seed(1), device=me.device).bfloat16() / k**0.5
         for name, comm in comms.items():
             for m in args.linear_rows:
-                if comm.transport == "nccl" or m <= 1024:
-                    linear(me, args, name, comm, m, weight)
+                linear(me, args, name, comm, m, weight)
+
+
+def cuts_for(m: int, transport: str, quick: bool) -> list:
+    """(split, blocks of the sums) worth measuring for m rows."""
+    streams = [c for c in STREAMS if c[0] != "rows" or m // c[1] >= 64]
+    if m < 64:
+        return [(("columns", 2), 64)] + ([(("resident", 1), 64)] if transport != "nccl" else [])
+    if quick:
+        streams = [c for c in streams if c in (("columns", 2), ("columns", 4), ("growing", 3), ("rows", 4))]
+    if transport == "nccl":
+        return [(c, 64) for c in streams]
+    return ([(c, b) for c in streams for b in ((64, FEW) if m >= 256 and not quick else (64,))] +
+            [(c, b) for c in RESIDENT for b in ((16, FEW) if m >= 256 else (16,))])
 
 
 def linear(me: Rank, args, name: str, comm, m: int, weight: torch.Tensor) -> None:
     n, k = weight.shape
-    shape = dict(W=me.world, M=m, N=n, K=k, over=name)
+    shape = dict(W=me.world, M=m, N=n, K=k, over=name) | (dict(cards=1) if getattr(args, "same_gpu", False) else {})
     x = torch.randn(m, k, generator=torch.Generator(me.device).manual_seed(m), device=me.device).bfloat16()
     h, y = torch.zeros(m, n, dtype=torch.bfloat16, device=me.device), torch.zeros(m, n, dtype=torch.bfloat16, device=me.device)
-    want, kw = linear_all_reduce(x, weight, comm, split=("rows", 1)), dict(chain=10 if m > 256 else 20, repeats=min(8, args.repeats))
-    if comm.transport != "nccl":  # the form that is faster for this size
+    kw = dict(chain=4 if m > 1024 else 10 if m > 256 else 20, repeats=min(8, args.repeats))
+    own, parts = comm.transport != "nccl", y.split(m if comm.transport == "nccl" else max(1, min(m, comm.max_bytes // (2 * n))))
+
+    def sum_alone() -> None:
+        for part in parts:
+            all_reduce(part, comm, out=part)
+
+    def in_turn() -> None:
+        torch.mm(x, weight.t(), out=y)
+        sum_alone()
+        h.add_(y)
+    if own:  # the form that is faster for this size
         forms = {}
         for limit in (comm.max_bytes, 0):
             comm.set_one_shot_bytes(limit)
-            forms[limit] = me.time_or_none(lambda: all_reduce(y, comm, out=y), **kw)
+            forms[limit] = me.time_or_none(sum_alone, **kw)
         comm.set_one_shot_bytes(min(forms, key=lambda f: forms[f] or 1e9))
     us = {"product": me.row("product alone", "linear_all_reduce", shape, BF16, lambda: F.linear(x, weight), **kw),
-          "sum": me.row("sum alone", "linear_all_reduce", shape, BF16, lambda: all_reduce(y, comm, out=y), **kw),
-          "then": me.row("product, sum, add", "linear_all_reduce", shape, BF16,
-                         lambda: linear_all_reduce(x, weight, comm, split=("rows", 1), residual=h), **kw)}
+          "sum": me.row("sum alone", "linear_all_reduce", shape, BF16, sum_alone, **kw),
+          "then": me.row("product, sum, add", "linear_all_reduce", shape, BF16, in_turn, **kw)}
     if None in us.values():
         return
-    found = []
-    for split in CUTS:
-        if m < 64 and split != ("columns", 2) or split[0] == "rows" and m // split[1] < 64:
+    y.zero_()
+    h.zero_()
+    in_turn()
+    want, found, turn, shorter = h.float(), [], us["then"], min(us["product"], us["sum"])
+    fits = own and m * n * 2 <= comm.max_bytes
+    if fits:  # the other kernel, in turn as well: the faster of the two is what an overlap is held against
+        columns, fused = y.view(1, m, n), torch.empty_like(h)
+        alone = me.row("sum alone, both directions at once", "linear_all_reduce", shape, BF16,
+                       lambda: all_reduce_columns(columns, comm, fused), **kw)
+        if alone is not None:
+            shorter = min(shorter, alone)
+    for split, blocks in cuts_for(m, comm.transport, args.quick):
+        if split[0] == "resident" and not fits:
             continue
-        for blocks in (64, FEW) if comm.transport != "nccl" and m >= 256 else (64,):
-            if comm.transport != "nccl":
-                comm._handle.set_blocks(blocks)
-            h.zero_()
-            good = bool(((linear_all_reduce(x, weight, comm, split=split, residual=h).float() - want.float()).abs() <= 0.02 * (1 + want.float().abs())).all())
-            t = me.time_or_none(lambda: linear_all_reduce(x, weight, comm, split=split, residual=h), **kw)
-            if t is not None:
-                found.append((t, split, blocks))
-                hidden = (us["then"] - t) / min(us["product"], us["sum"])
-                me.known_row(f"{split[1]} pieces of {split[0]}" + (f", {blocks} blocks" if blocks != 64 else ""), "linear_all_reduce", shape,
-                             BF16, t, good, f"hidden {100 * hidden:.0f} % of the shorter part")
+        if own:
+            comm._handle.set_blocks(blocks)
+        h.zero_()
+        linear_all_reduce(x, weight, comm, split=split, residual=h)
+        good = bool(((h.float() - want).abs() <= 0.02 * (1 + want.abs())).all())
+        t = me.time_or_none(lambda: linear_all_reduce(x, weight, comm, split=split, residual=h), **kw)
+        if t is None:
+            continue
+        if split == ("resident", 1):
+            turn = min(turn, t)
+        found.append((t, split, blocks))
+        label = f"{split[1]} pieces of {split[0]}" if split[0] != "resident" else f"{split[1]} pieces, one resident kernel"
+        me.known_row(label + (f", {blocks} blocks" if blocks not in (64, 16) else ""), "linear_all_reduce", shape, BF16, t, good,
+                     f"hidden {100 * (turn - t) / shorter:.0f} % of the shorter part ({shorter:.1f} us) against {turn:.1f} us in turn")
     if found and m in (256, 1024):
         best = min(me.gathered(min(found)))
-        if comm.transport != "nccl":
+        if own:
             comm._handle.set_blocks(best[2])
         seen = trace(me, lambda: linear_all_reduce(x, weight, comm, split=best[1], residual=h), args.out, f"{name.split(',')[0]}-M{m}-K{k}")
         if me.rank == 0:
-            print(f"trace over {name}, M={m}, K={k}, {best[1]}: sum {seen['sum_us']:.1f} us, product {seen['product_us']:.1f} us, both at once "
-                  f"{seen['both_us']:.1f} us = {100 * seen['share']:.0f} % of the shorter", flush=True)
-    if comm.transport != "nccl":
+            print(f"linear over {name}, M={m}, K={k}: product {us['product']:.1f} us, sum {us['sum']:.1f}, in turn {us['then']:.1f} (best {turn:.1f}), "
+                  f"{best[1]} {best[0]:.1f} = {100 * (turn - best[0]) / shorter:.0f} % hidden; trace: sum {seen['sum_us']:.1f} us, product "
+                  f"{seen['product_us']:.1f} us, both at once {seen['both_us']:.1f} us = {100 * seen['share']:.0f} % of the shorter", flush=True)
+    if own:
         comm._handle.set_blocks(64)
 
 

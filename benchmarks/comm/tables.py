@@ -40,24 +40,24 @@ def sums(rows: list, op: str) -> list:
 
 
 def linears(rows: list) -> list:
-    """product, sum, both in turn, the best cut, and what it hides of the shorter part."""
+    """product, sum, both in turn, the best cut, and what it hides of the shorter part (against the faster of both sums in turn)."""
     groups: dict = {}
     for r in rows:
         if r["op"] == "linear_all_reduce" and r["median_us"] is not None:
             s = r["shape"]
-            groups.setdefault((s["over"], s["K"], s["M"]), []).append(r)
+            groups.setdefault((s["over"] + (", one card" if s.get("cards") == 1 else ""), s["K"], s["M"]), []).append(r)
     out = header(["over", "K", "M", "product", "sum", "in turn", "best cut", "us", "hidden of the shorter part", "so"])
     for (over, k, m), group in groups.items():
         by = {r["provider"]: r for r in group}
-        cuts = [r for r in group if "pieces" in r["provider"]]
-        both = by.get("product, sum, add", by.get("product, then sum"))  # with the residual add, or without in older rows
-        if not cuts or both is None or not all(p in by for p in ("product alone", "sum alone")):
+        cuts = [r for r in group if "pieces" in r["provider"] and not r["provider"].startswith("1 ")]
+        both = [by[p] for p in ("product, sum, add", "product, then sum", "1 pieces, one resident kernel") if p in by]
+        sums = [by[p] for p in ("sum alone", "sum alone, both directions at once") if p in by]
+        if not cuts or not both or not sums or "product alone" not in by:
             continue
-        best = min(cuts, key=lambda r: r["median_us"])
-        turn, short = both["median_us"], min(by[p]["median_us"] for p in ("product alone", "sum alone"))
-        gain = turn - best["median_us"]
-        out.append(line([over, k, m, cell(by["product alone"]), cell(by["sum alone"]), figure(turn), best["provider"], cell(best),
-                         f"{100 * gain / short:.0f} %", "cut" if gain > 0.03 * turn else "one piece"]))
+        best, turn, total = (min(g, key=lambda r: r["median_us"]) for g in (cuts, both, sums))
+        gain, short = turn["median_us"] - best["median_us"], min(total["median_us"], by["product alone"]["median_us"])
+        out.append(line([over, k, m, cell(by["product alone"]), cell(total), cell(turn), best["provider"], cell(best),
+                         f"{100 * gain / short:.0f} %", "cut" if gain > 0.03 * turn["median_us"] else "one piece"]))
     return out
 
 

@@ -5,6 +5,8 @@
 // Work of a request = units of 64 tokens x row tiles x kv heads, laid on one line: request, kv head, row tile, unit.
 // Block i of the grid takes positions [i L, (i + 1) L) of that line, so every block streams the same number of tokens.
 // A sequence (request, kv head, row tile) that crosses the end of a range is split there and merged afterwards.
+// Where blocks form clusters and sequences are about as long as each other, every sequence gets the same number of whole
+// clusters instead, its units dealt evenly, so that most of the merge passes through shared memory.
 #pragma once
 #include <cstdint>
 
@@ -184,21 +186,41 @@ FV_HD int32_t range_length(int32_t total, int32_t blocks, int32_t least) {
 }
 
 // How the line is cut: ranges of `length`; pad > 1: every sequence starts with a range, its units rounded up to `pad`.
+// per > 0: every sequence has `per` blocks, whole clusters, instead.
 struct Cut {
-    int32_t length, pad;
+    int32_t length, pad, per;
 };
+constexpr int kAloneUnits = 3;  // up to as many units per block, one cluster takes a sequence alone
+constexpr int kClusterUnits = 2;  // fewest per block where several do
+
 // `work`: units x row tiles x kv heads of all requests. Sequences that start with a range need no second piece in a block;
 // taken where that makes the ranges at most an eighth longer.
-FV_HD Cut cut_line(int32_t work, int32_t sequences, int32_t longest, int32_t blocks, int32_t least) {
+FV_HD Cut cut_line(int32_t work, int32_t sequences, int32_t longest, int32_t blocks, int32_t least, int32_t cluster = 1) {
     const int32_t length = range_length(work, blocks, least);
+    if (cluster > 1 && sequences > 0 && sequences <= blocks / cluster) {
+        const int32_t most = static_cast<int32_t>(static_cast<uint32_t>(blocks) / static_cast<uint32_t>(sequences * cluster));
+        const int32_t want = longest <= kAloneUnits * cluster ? 1 : (longest + kClusterUnits * cluster - 1) / (kClusterUnits * cluster);
+        const int32_t per = cluster * (want < most ? want : most);
+        if (want == 1 || (longest + per - 1) / per <= length + length / 8 + 1) return {1, 1, per};
+    }
     if (sequences > 0 && sequences <= blocks) {
         const int32_t aligned = range_length(longest, static_cast<int32_t>(static_cast<uint32_t>(blocks) / static_cast<uint32_t>(sequences)), least);
-        if (aligned <= length + length / 8 + 1) return {aligned, aligned};
+        if (aligned <= length + length / 8 + 1) return {aligned, aligned, 0};
     }
-    return {length, 1};
+    return {length, 1, 0};
 }
 FV_HD int32_t padded_units(int32_t units, int32_t pad) {
     return pad == 1 ? units : static_cast<int32_t>((static_cast<uint32_t>(units) + pad - 1) / static_cast<uint32_t>(pad)) * pad;
+}
+
+// The units that block `i` of the `per` of a sequence takes: the first ones have one more.
+struct UnitRange {
+    int32_t begin, end;
+};
+FV_HD UnitRange dealt_units(int32_t units, int32_t per, int32_t i) {
+    const int32_t each = static_cast<int32_t>(static_cast<uint32_t>(units) / static_cast<uint32_t>(per)), more = units - each * per;
+    const int32_t begin = i * each + (i < more ? i : more);
+    return {begin, begin + each + (i < more ? 1 : 0)};
 }
 
 // The pieces of the sequence [start, end) of the line: block `first` .. first + count - 1 hold one each.
@@ -223,6 +245,7 @@ struct AttentionLaunch {
     int stages;           // tiles of the cp.async ring
     int blocks;           // persistent
     int least_units;      // of kUnitTokens per block
+    int cluster;          // blocks that merge through shared memory; 1: none
     int64_t smem;         // dynamic shared memory, bytes
 };
 
@@ -230,6 +253,22 @@ constexpr int kBlockWords = 384;       // bytes of every block for its place in 
 constexpr int kSystemSmem = 1024;      // what the system keeps of every block's shared memory
 
 constexpr int kMaxStages = 6;
+
+// Whether blocks form clusters: only where the page tables hold so few positions that the merge is most of a launch. Of longer
+// sequences a grid of clusters reads more slowly: a GPU takes fewer blocks in clusters than alone.
+constexpr int64_t kClusterPositions = 2048;
+FV_HD constexpr bool clusters_pay(int64_t batch, int64_t capacity, int major) { return major >= 9 && batch * capacity <= kClusterPositions; }
+
+// Blocks of a cluster, given the sequences of a launch: up to 8, fewer where that leaves clearly fewer blocks idle.
+FV_HD constexpr int cluster_blocks(int64_t sequences, int blocks) {
+    int best = 1;
+    int64_t most = 0;
+    for (int cluster = 8; cluster > 1 && sequences > 0; --cluster) {
+        const int64_t used = blocks / (sequences * cluster) * cluster * sequences;
+        if (16 * used > 17 * most) best = cluster, most = used;
+    }
+    return best;
+}
 
 // Prefix sums of the requests' work, one int each and the total.
 FV_HD constexpr int64_t prefix_bytes(int64_t batch) {
@@ -239,6 +278,9 @@ FV_HD constexpr int64_t prefix_bytes(int64_t batch) {
 FV_HD constexpr int tile_tokens(int64_t head_dim) { return head_dim > 128 ? 32 : 64; }
 // Rows per warp; the 4 warps form tile_rows / warp_rows row groups, and those of one group share a tile's tokens.
 FV_HD constexpr int warp_rows(int64_t head_dim, int64_t tile_rows) { return head_dim > 128 || tile_rows == 16 ? 16 : 32; }
+
+// The largest tile that is compiled; bf16 has more than the other kinds of cache.
+FV_HD constexpr int most_tile_rows(int64_t head_dim, bool bf16) { return head_dim > 128 ? (bf16 ? 64 : 32) : head_dim > 64 || bf16 ? 128 : 64; }
 
 constexpr int kMaxBlocks = 1020;       // a counter each (kCounterBytes)
 
@@ -268,11 +310,12 @@ FV_HD constexpr int64_t wgmma_smem(int64_t batch, int tile_rows, int head_dim, i
 constexpr int kWgmmaFromRows = 33;     // packed rows of a request from which its products pay
 
 // head_dim 64, 128 or 256; kv_bytes per element of the cache: 1 or 2. rows / batch is taken as nodes of a request. sm90: the
-// device and the cache can take the sm_90a kernel.
-FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t /*kv_heads*/, int64_t group, int64_t head_dim, int kv_bytes,
-                                       int sms, int64_t max_smem, bool sm90 = false) {
+// device and the cache can take the sm_90a kernel; clusters: clusters_pay; most_rows: most_tile_rows.
+FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t kv_heads, int64_t group, int64_t head_dim, int kv_bytes,
+                                       int sms, int64_t max_smem, bool sm90 = false, bool clusters = false, int most_rows = 128) {
     AttentionLaunch a{};
     const int64_t nodes = batch > 0 ? (rows + batch - 1) / batch : 0;
+    const auto cluster = [&] { return clusters ? cluster_blocks(batch * kv_heads * row_tiles(nodes, group, a.tile_rows), a.blocks) : 1; };
     a.least_units = 1;
     if (sm90 && head_dim == 128 && nodes * group >= kWgmmaFromRows) {
         const int tile = nodes * group > 64 ? 128 : 64;
@@ -284,6 +327,7 @@ FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t /*kv
         a.stages = 2;
         while (a.stages < kMaxStages && wgmma_smem(batch, tile, 128, kv_bytes, a.stages + 1) <= room) ++a.stages;
         a.blocks = sms * blocks < kMaxBlocks ? sms * blocks : kMaxBlocks;
+        a.cluster = cluster();
         a.smem = wgmma_smem(batch, tile, 128, kv_bytes, a.stages);
         return a;
     }
@@ -293,13 +337,18 @@ FV_HD AttentionLaunch attention_launch(int64_t rows, int64_t batch, int64_t /*kv
     const auto need = [&](int tile, int stages) { return prefix_bytes(batch) + kBlockWords + tile * 8 + tile * head_dim * 2 + stages * stage; };
     const auto fits = [&](int tile, int64_t room) { return need(tile, least_stages(head_dim, tile, stage)) <= room; };
     int tile = head_dim > 128 ? 32 : 16;
-    while (tile < (head_dim > 128 ? 64 : 128) && tile < nodes * group && fits(2 * tile, share(1))) tile *= 2;
+    while (tile < most_rows && (head_dim <= 128 || tile < 64) && tile < nodes * group) {
+        const int next = head_dim <= 64 && tile == 16 ? 64 : 2 * tile;
+        if (!fits(next, share(1))) break;
+        tile = next;
+    }
     int blocks = most_blocks(head_dim, tile, kv_bytes);
     while (blocks > 1 && !fits(tile, share(blocks))) --blocks;
     a.tile_rows = tile;
     a.stages = least_stages(head_dim, tile, stage);
     while (a.stages < kMaxStages && need(tile, a.stages + 1) <= share(blocks)) ++a.stages;
     a.blocks = sms * blocks < kMaxBlocks ? sms * blocks : kMaxBlocks;
+    a.cluster = cluster();
     a.smem = need(tile, a.stages);
     return a;
 }

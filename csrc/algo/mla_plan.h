@@ -28,34 +28,45 @@ FV_HD constexpr int64_t mla_smem(int tile_rows, int tile_tokens, int stages) {
            tile_rows * tile_tokens * 2 + tile_rows * 8;
 }
 
+// Rows of a partial result in shared memory, and all of it.
+constexpr int kLatentStagedRow = kLatentOut + 8;
+FV_HD constexpr int64_t mla_staged_bytes(int tile_rows) { return static_cast<int64_t>(tile_rows) * (kLatentStagedRow + 2) * 4; }
+
 // The sm_90a kernel: Q, two stages, weights, maxima, a few words.
 constexpr int kMlaWgmmaRows = 64, kMlaWgmmaTokens = 64;
 FV_HD constexpr int64_t mla_wgmma_smem() {
     return (kMlaWgmmaRows + 2 * kMlaWgmmaTokens) * kLatentRowBytes + kMlaWgmmaRows * kMlaWgmmaTokens * 2 + 2 * kMlaWgmmaRows * 4 + kBlockWords;
 }
 
-// rows / batch is taken as nodes of a request. sm90: the device and the cache can take the sm_90a kernel.
-FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int sms, int64_t max_smem, bool sm90 = false) {
+// rows / batch is taken as nodes of a request. sm90: the device and the cache can take the sm_90a kernel;
+// clusters: clusters_pay.
+FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int sms, int64_t max_smem, bool sm90 = false,
+                           bool clusters = false) {
     MlaLaunch m{};
     const int64_t nodes = batch > 0 ? (rows + batch - 1) / batch : 0, room = max_smem - kBlockWords - prefix_bytes(batch);
     m.base.least_units = 2;  // a partial result is as large as 114 latent rows
     m.base.threads = kMlaThreads;
     m.base.blocks = sms < kMaxBlocks ? sms : kMaxBlocks;
+    m.base.cluster = 1;
+    const auto cluster = [&](int tile) { return clusters ? cluster_blocks(batch * row_tiles(nodes, heads, tile), m.base.blocks) : 1; };
     if (sm90 && mla_wgmma_smem() + prefix_bytes(batch) <= max_smem) {
         m.base.wgmma = 1;
         m.base.tile_rows = kMlaWgmmaRows;
         m.tile_tokens = kMlaWgmmaTokens;
         m.base.stages = 2;
+        m.base.cluster = cluster(kMlaWgmmaRows);
         m.base.smem = prefix_bytes(batch) + mla_wgmma_smem();
         return m;
     }
     const int tile = nodes * heads > 32 && mla_smem(64, 16, 3) <= room ? 64 : 32;
-    const int tokens = mla_smem(tile, 32, 3) <= room ? 32 : 16;
+    const int tokens = tile == 64 && mla_smem(tile, 32, 3) <= room ? 32 : 16;
     int stages = 2;
     while (stages < kMaxStages && mla_smem(tile, tokens, stages + 1) <= room) ++stages;
     m.tile_tokens = tokens;
     m.base.tile_rows = tile;
     m.base.stages = stages;
+    // the rows that a cluster merges take the place of Q and the ring
+    if (mla_staged_bytes(tile) <= (tile + stages * tokens) * kLatentRowBytes) m.base.cluster = cluster(tile);
     m.base.smem = prefix_bytes(batch) + kBlockWords + mla_smem(tile, tokens, stages);
     return m;
 }

@@ -64,9 +64,13 @@ inline void run_tiles(const Launch& launch, AttentionParams& p, const AttentionL
         p.counters = static_cast<uint32_t*>(workspace->mutable_data_ptr());
         p.partials = reinterpret_cast<float*>(static_cast<unsigned char*>(workspace->mutable_data_ptr()) + kCounterBytes);
     }
-    // blocks that share a sequence wait for each other's partial results
-    if (p.partials && p.batch <= kMaxSplitBatch) launch.run_resident(kernel, dim3(choice.blocks), dim3(choice.threads), choice.smem, p);
-    else launch.run(kernel, dim3(choice.blocks), dim3(choice.threads), choice.smem, p);
+    if (p.partials && p.batch <= kMaxSplitBatch) {  // blocks that share a sequence wait for each other's partial results
+        p.cluster = choice.cluster;
+        p.blocks = launch.resident_blocks(kernel, p.cluster, p.blocks, dim3(choice.threads), choice.smem);
+        launch.run_resident_cluster(kernel, p.cluster, dim3(p.blocks), dim3(choice.threads), choice.smem, p);
+    } else {
+        launch.run(kernel, dim3(p.blocks), dim3(choice.threads), choice.smem, p);
+    }
 }
 
 // Row by row: what no tile takes.

@@ -73,6 +73,15 @@ struct Partials {
     __device__ __forceinline__ const float* operator[](int j) const { return j == 0 ? first : rest + j * step; }
 };
 
+// A partial result in shared memory, unnormalised: dims 4 quad .. of row `row`, and its maximum and sum. swizzle: quads of 4
+// neighbouring rows lie at quad ^ 2 (row & swizzle).
+struct StagedRows {
+    const float* o;
+    const float2* stats;
+    int row_floats, swizzle;
+    __device__ __forceinline__ const float* quad_at(int row, int quad) const { return o + row * row_floats + 4 * (quad ^ (row & swizzle) << 1); }
+};
+
 constexpr int kMergeFloats = 6;  // of shared memory per thread that merges
 
 // Adds `other` to `mine`, the later keys second.
@@ -195,6 +204,117 @@ __device__ __forceinline__ void merge_pending(const AttentionParams& p, const Pe
             if (left + 1 == static_cast<uint32_t>(pieces.count)) *counter = 0;
         }
     }
+}
+
+// Adds `count` partial results of one quad in order, kAtOnce loads on their way. load(j, top, sum, o) fetches result j.
+template <int kAtOnce, class Load>
+__device__ __forceinline__ Merged fold(int count, const Load& load) {
+    Merged m;
+#pragma unroll 1
+    for (int j0 = 0; j0 < count; j0 += kAtOnce) {
+        float tops[kAtOnce], sums[kAtOnce], now = m.top;
+        float4 v[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            tops[i] = -INFINITY, sums[i] = 0.0f, v[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+            if (j0 + i < count) load(j0 + i, tops[i], sums[i], v[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) now = fmaxf(now, tops[i]);
+        m.scale(now);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) m.add(tops[i], sums[i], v[i]);
+    }
+    return m;
+}
+
+// The cluster's pieces of one sequence: the block of rank r merges the r-th share of the rows from the shared memory of all. With
+// more clusters than one per sequence it leaves the result in `partials`, and the last of the blocks of rank r merges those.
+// All threads call it, after stage(); they may not touch the staged rows afterwards.
+template <int kThreads, int kRows, int kDims>
+__device__ __forceinline__ void merge_cluster(const AttentionParams& p, const Piece& piece, const StagedRows& staged, BlockWords& words) {
+    constexpr int kQuads = kDims / 4;
+    cluster_arrive();
+    const int blocks = p.cluster, clusters = words.worker.per / blocks, rank = static_cast<int>(cluster_rank());
+    const int live = min(kRows, piece.keys.nodes * p.group - piece.tile * kRows), share = (live + blocks - 1) / blocks;
+    const int begin = min(rank * share, live), items = (min(begin + share, live) - begin) * kQuads;
+    const int64_t floats = static_cast<int64_t>((kRows + blocks - 1) / blocks) * (kDims + 4);  // of a merged share; stats as quads
+    float* own = p.partials + blockIdx.x * floats;
+    const auto put = [&](int item, const Merged& m) {
+        const int quad = item % kQuads;
+        const RowTarget target = row_target(p, piece, kRows, begin + item / kQuads);
+        const float w = finish_row(p, target, piece.head, m.top, m.sum, quad == 0);
+        store_out(p, target, 4 * quad, float4{m.o.x * w, m.o.y * w, m.o.z * w, m.o.w * w});
+    };
+    cluster_wait();  // all have staged their rows
+#pragma unroll 1
+    for (int item = threadIdx.x; item < items; item += kThreads) {
+        const int row = begin + item / kQuads, quad = item % kQuads;
+        const float* o_at = staged.quad_at(row, quad);
+        const float2* stats_at = staged.stats + row;
+        const Merged m = fold<8>(blocks, [&](int j, float& top, float& sum, float4& o) {
+            const float2 stats = *cluster_map(stats_at, j);
+            top = stats.x, sum = stats.y;
+            o = *reinterpret_cast<const float4*>(cluster_map(o_at, j));
+        });
+        if (clusters == 1) {
+            put(item, m);
+        } else {
+            __stcg(reinterpret_cast<float4*>(own) + item, m.o);
+            if (quad == 0) __stcg(reinterpret_cast<float2*>(own + share * kDims) + item / kQuads, float2{m.top, m.sum});
+        }
+    }
+    cluster_arrive_relaxed();  // what was read has been used
+    if (clusters > 1) {
+        uint32_t* counter = p.counters + piece.start + rank;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            words.flag = atomic_add_acq_rel(counter, 1) + 1 == static_cast<uint32_t>(clusters);
+            if (words.flag) *counter = 0;
+        }
+        __syncthreads();
+        if (words.flag) {
+            const float* first = p.partials + (piece.start + rank) * floats;
+            const int64_t step = blocks * floats;
+#pragma unroll 1
+            for (int item = threadIdx.x; item < items; item += kThreads) {
+                put(item, fold<16>(clusters, [&](int j, float& top, float& sum, float4& o) {
+                    const float* from = first + j * step;
+                    const float2 stats = __ldcg(reinterpret_cast<const float2*>(from + share * kDims) + item / kQuads);
+                    top = stats.x, sum = stats.y;
+                    o = __ldcg(reinterpret_cast<const float4*>(from) + item);
+                }));
+            }
+        }
+    }
+    cluster_wait();  // nobody leaves while others read
+}
+
+// All pieces of this block, then its share of the merges. After start_work, no barrier since.
+template <int kThreads, int kRows, int kDims, class A>
+__device__ __forceinline__ void attend_pieces(const AttentionParams& p, A& attend, const int* prefix, BlockWords& words) {
+    if (threadIdx.x == 0) words.pending.count = 0;
+#pragma unroll 1
+    for (;;) {
+        if (threadIdx.x == 0) words.flag = words.worker.next(p, prefix, kRows, words.piece);
+        __syncthreads();
+        if (!words.flag) break;
+        const Piece& piece = words.piece;
+        attend.run(piece);
+        if (words.worker.per > 0) {  // the only piece of this block
+            attend.stage(piece);
+            merge_cluster<kThreads, kRows, kDims>(p, piece, attend.staged(), words);
+            break;
+        }
+        const Pieces pieces = piece.stop > 0 ? pieces_of(piece.start, piece.stop, words.worker.length) : Pieces{0, 1};
+        float* partial = pieces.count == 1 ? nullptr
+            : p.partials + piece_slot(blockIdx.x, piece.start, words.worker.length) * partial_floats(kRows, kDims);
+        attend.finish(piece, partial);
+        if (partial) arrive(p, piece, pieces, words.pending);
+        __syncthreads();
+    }
+    clear_padding(p);
+    merge_pending<kThreads>(p, words.pending, words.worker.length, kRows, reinterpret_cast<float*>(attend.ring));
 }
 
 }  // namespace fv

@@ -28,7 +28,7 @@ struct AttentionParams {
     int64_t k_page, k_slot, k_head, v_page, v_slot, v_head;
     int64_t rows, words, table_columns, num_pages, row_base, capacity;  // capacity: table_columns * page_size
     int64_t k_scale_stride, v_scale_stride;
-    int32_t batch, kv_heads, group, head_dim, v_dim, page_size, window, blocks, stages, least_units;
+    int32_t batch, kv_heads, group, head_dim, v_dim, page_size, window, blocks, stages, least_units, cluster;
     int32_t exact, exact_heads;   // exact mode; query heads of a partial result
     int64_t exact_chunks;         // per (row, kv head, tile)
     Divider by_group, by_page_size;

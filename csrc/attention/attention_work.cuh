@@ -12,14 +12,17 @@ __device__ __forceinline__ RequestKeys keys_of(const AttentionParams& p, int b) 
 }
 
 struct Line {
-    int total;   // positions; 0: sequences are not to be split
+    int total;   // positions (cut.per > 0: blocks with work); 0: sequences are not to be split
     Cut cut;
 };
 
-// prefix[b] = positions of the requests before b per kv head (padded units x row tiles), prefix[batch] of all. All
+// What a request takes of the line, per kv head.
+__device__ __forceinline__ int line_share(const Cut& cut, int units, int rows) { return cut.per > 0 ? rows : padded_units(units, cut.pad) * rows; }
+
+// prefix[b] = what the requests before b take of the line per kv head (padded units x row tiles, or row tiles), prefix[batch] of all. All
 // threads call it (128 or more; the first 128 work); `scratch`: 16 ints of shared memory.
 __device__ __forceinline__ Line lay_out_work(const AttentionParams& p, int tile_rows, int* prefix, int* scratch) {
-    if (p.partials == nullptr || p.batch > kMaxSplitBatch) return {0, {0, 1}};
+    if (p.partials == nullptr || p.batch > kMaxSplitBatch) return {0, {0, 1, 0}};
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int each = (p.batch + 127) / 128, begin = min(static_cast<int>(threadIdx.x) * each, p.batch), end = min(begin + each, p.batch);
     float size = 0.0f;  // of the line, to see whether it fits an int
@@ -38,8 +41,8 @@ __device__ __forceinline__ Line lay_out_work(const AttentionParams& p, int tile_
     tiles = (scratch[4] + scratch[5]) + (scratch[6] + scratch[7]);
     longest = max(max(scratch[8], scratch[9]), max(scratch[10], scratch[11]));
     size = (__int_as_float(scratch[12]) + __int_as_float(scratch[13])) + (__int_as_float(scratch[14]) + __int_as_float(scratch[15]));
-    if (size * static_cast<float>(p.kv_heads) > 1e9f) return {0, {0, 1}};
-    const Cut cut = cut_line(work * p.kv_heads, tiles * p.kv_heads, longest, p.blocks, p.least_units);
+    if (size * static_cast<float>(p.kv_heads) > 1e9f) return {0, {0, 1, 0}};
+    const Cut cut = cut_line(work * p.kv_heads, tiles * p.kv_heads, longest, p.blocks, p.least_units, p.cluster);
     int sum = 0;
 #pragma unroll 1
     for (int b = begin; b < end; ++b) {
@@ -48,7 +51,7 @@ __device__ __forceinline__ Line lay_out_work(const AttentionParams& p, int tile_
             units = r.units, rows = row_tiles(r.nodes, p.group, tile_rows);
         }
         prefix[b] = sum;  // of this thread's requests, for now
-        sum += padded_units(units, cut.pad) * rows;
+        sum += line_share(cut, units, rows);
     }
     int before = sum;
 #pragma unroll
@@ -66,7 +69,7 @@ __device__ __forceinline__ Line lay_out_work(const AttentionParams& p, int tile_
     const int total = (scratch[0] + scratch[1]) + (scratch[2] + scratch[3]);
     if (threadIdx.x == 0) prefix[p.batch] = total;
     __syncthreads();
-    return {total * p.kv_heads, cut};
+    return {total * p.kv_heads * max(cut.per, 1), cut};
 }
 
 constexpr int kWarpBatch = 32;  // requests that one warp lays out
@@ -81,7 +84,7 @@ __device__ __forceinline__ T few_reduce(T v, int count, F f) {
 
 // lay_out_work for at most kWarpBatch requests, by one warp alone: no barrier of the block.
 __device__ __forceinline__ Line lay_out_few(const AttentionParams& p, int tile_rows, int* prefix) {
-    if (p.partials == nullptr) return {0, {0, 1}};
+    if (p.partials == nullptr) return {0, {0, 1, 0}};
     const int lane = threadIdx.x & 31, count = p.batch;
     int units = 0, rows = 0;
     if (lane < count) {
@@ -93,9 +96,9 @@ __device__ __forceinline__ Line lay_out_few(const AttentionParams& p, int tile_r
     const int work = few_reduce(units * rows, count, add), tiles = few_reduce(rows, count, add);
     const int longest = few_reduce(units, count, [](int a, int b) { return max(a, b); });
     const auto first = [](auto v) { return __shfl_sync(kFullWarp, v, 0); };
-    if (first(size) * static_cast<float>(p.kv_heads) > 1e9f) return {0, {0, 1}};
-    const Cut cut = cut_line(first(work) * p.kv_heads, first(tiles) * p.kv_heads, first(longest), p.blocks, p.least_units);
-    const int own = lane < count ? padded_units(units, cut.pad) * rows : 0;
+    if (first(size) * static_cast<float>(p.kv_heads) > 1e9f) return {0, {0, 1, 0}};
+    const Cut cut = cut_line(first(work) * p.kv_heads, first(tiles) * p.kv_heads, first(longest), p.blocks, p.least_units, p.cluster);
+    const int own = lane < count ? line_share(cut, units, rows) : 0;
     int sum = own;
 #pragma unroll 1
     for (int d = 1; d < count; d <<= 1) {
@@ -106,7 +109,7 @@ __device__ __forceinline__ Line lay_out_few(const AttentionParams& p, int tile_r
     if (lane < count) prefix[lane] = sum - own;
     if (lane == 0) prefix[count] = total;
     __syncwarp();
-    return {total * p.kv_heads, cut};
+    return {total * p.kv_heads * max(cut.per, 1), cut};
 }
 
 // Page ids of a few short requests on their way to the L2, by all warps but the first.
@@ -158,14 +161,30 @@ __device__ __forceinline__ int take_piece(const AttentionParams& p, const int* p
     return take;
 }
 
+// The piece of block `at` of a line whose sequences have `per` blocks each.
+__device__ __forceinline__ void deal_piece(const AttentionParams& p, const int* prefix, int tile_rows, int per, int sequence, int at,
+                                           Piece& piece) {
+    const unsigned local = static_cast<unsigned>(sequence - prefix[piece.request] * p.kv_heads);
+    const unsigned tiles = static_cast<unsigned>(row_tiles(piece.keys.nodes, p.group, tile_rows)), head = local / tiles;
+    piece.head = static_cast<int>(head);
+    piece.tile = static_cast<int>(local - head * tiles);
+    piece.start = sequence * per;
+    piece.stop = piece.start + per;
+    const UnitRange units = dealt_units(piece.keys.units, per, at - piece.start);
+    piece.begin = piece.keys.begin + units.begin * kUnitTokens;
+    piece.end = min(piece.keys.end, piece.keys.begin + units.end * kUnitTokens);
+}
+
 // Walks a block's pieces. Lives in shared memory with the piece: one thread moves it.
 struct Worker {
     int at, stop, length, pad;   // on the line of work; length 0: whole sequences, `item` of requests x heads
+    int per;                     // > 0: blocks of every sequence; positions of the line are blocks then
     int item, tile;
 
     __device__ __forceinline__ void start(const Line& line) {
         length = line.total > 0 ? line.cut.length : 0;
         pad = line.cut.pad;
+        per = line.total > 0 ? line.cut.per : 0;
         const int64_t begin = static_cast<int64_t>(blockIdx.x) * length;
         at = static_cast<int>(begin < line.total ? begin : line.total);
         stop = min(at + length, line.total);
@@ -176,8 +195,13 @@ struct Worker {
 #pragma unroll 1
         for (;;) {
             if (length > 0 ? at >= stop : item >= p.batch * p.kv_heads) return false;
-            piece.request = length > 0 ? request_at(p, prefix, at) : item / p.kv_heads;
+            const int sequence = per > 0 ? at / per : at;
+            piece.request = length > 0 ? request_at(p, prefix, sequence) : item / p.kv_heads;
             piece.keys = keys_of(p, piece.request);
+            if (per > 0) {
+                deal_piece(p, prefix, tile_rows, per, sequence, at++, piece);
+                return true;
+            }
             if (length > 0) {
                 at += take_piece(p, prefix, tile_rows, pad, at, stop - at, piece);
                 return true;

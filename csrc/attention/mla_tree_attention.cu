@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // mla_tree_attention on CUDA: arguments, choice of the kernel, launch. Tensor-core tiles for latent rows of 512 + 64 dims in
 // bf16 or fp16, aligned to 16 bytes; everything else row by row (tree_attention_rows.cuh).
-// Instantiations: (tile_rows, tile_tokens) in {(64, 32), (64, 16), (32, 32), (32, 16)} x {bf16, f16}: 8.
+// Instantiations: (tile_rows, tile_tokens) in {(64, 32), (64, 16), (32, 16)} x {bf16, f16}: 6.
 #include <torch/csrc/stable/library.h>
 
 #include "attention/attention_launch.h"
@@ -19,7 +19,6 @@ AttentionKernel mla_kernel(int tile_rows, int tile_tokens) {
     switch (tile_rows * 100 + tile_tokens) {
         case 6432: return mla_tree_attention_kernel<MlaTile<64, 32, Kv>>;
         case 6416: return mla_tree_attention_kernel<MlaTile<64, 16, Kv>>;
-        case 3232: return mla_tree_attention_kernel<MlaTile<32, 32, Kv>>;
         default: return mla_tree_attention_kernel<MlaTile<32, 16, Kv>>;
     }
 }
@@ -48,7 +47,8 @@ void mla_tree_attention_cuda(const Tensor q, const Tensor kv_cache, const std::o
         return;
     }
     const AttentionKernel sm90 = launch.props.major == 9 ? mla_kernel_sm90(p.kv_type) : nullptr;
-    const MlaLaunch choice = mla_launch(n.rows, n.requests, n.heads, launch.props.sms, launch.props.max_smem, sm90 != nullptr);
+    const MlaLaunch choice = mla_launch(n.rows, n.requests, n.heads, launch.props.sms, launch.props.max_smem, sm90 != nullptr,
+                                        clusters_pay(n.requests, p.capacity, launch.props.major));
     const AttentionKernel kernel = choice.base.wgmma ? sm90 : p.q_type == Element::kBf16 ? mla_kernel<KvBf16>(choice.base.tile_rows, choice.tile_tokens)
                                                               : mla_kernel<KvF16>(choice.base.tile_rows, choice.tile_tokens);
     run_tiles(launch, p, choice.base, kernel, workspace);

@@ -260,6 +260,30 @@ struct MlaAttend {
         cp_async_wait<0>();
     }
 
+    // The partial result goes to shared memory, in place of Q and the ring (mla_launch sees to the room).
+    __device__ __forceinline__ StagedRows staged() {
+        const float* o_at = reinterpret_cast<const float*>(q_smem);
+        return {o_at, reinterpret_cast<const float2*>(o_at + T::kRows * kLatentStagedRow), kLatentStagedRow, 0};
+    }
+    __device__ __forceinline__ void stage(const Piece&) {
+        const StagedRows to = staged();
+        __syncthreads();
+        if (warp < T::kRows / 8) {
+            sum += __shfl_xor_sync(kFullWarp, sum, 8);
+            sum += __shfl_xor_sync(kFullWarp, sum, 16);
+            if (lane < 8) const_cast<float2*>(to.stats)[8 * warp + lane] = float2{top, sum};
+        }
+#pragma unroll
+        for (int m = 0; m < T::kMt; ++m) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float* at = const_cast<float*>(to.o) + (16 * m + 8 * h + lane / 4) * kLatentStagedRow + warp * 8 * T::kOt + 2 * (lane & 3);
+#pragma unroll
+                for (int n = 0; n < T::kOt; ++n) *reinterpret_cast<float2*>(at + 8 * n) = float2{o[m][n][2 * h], o[m][n][2 * h + 1]};
+            }
+        }
+    }
+
     // Writes the rows out, or the partial result to `partial`.
     __device__ __forceinline__ void finish(const Piece& piece, float* partial) {
         __syncthreads();  // factors have been read
@@ -310,24 +334,8 @@ __global__ void __launch_bounds__(kMlaThreads, 1) mla_tree_attention_kernel(cons
     int* prefix = reinterpret_cast<int*>(dynamic_shared());
     BlockWords& words = *reinterpret_cast<BlockWords*>(dynamic_shared() + prefix_bytes(p.batch));
     start_work(p, T::kRows, prefix, words.scratch, words.worker);
-    if (threadIdx.x == 0) words.pending.count = 0;
     MlaAttend<T> attend(p, dynamic_shared() + prefix_bytes(p.batch) + kBlockWords);
-#pragma unroll 1
-    for (;;) {
-        if (threadIdx.x == 0) words.flag = words.worker.next(p, prefix, T::kRows, words.piece);
-        __syncthreads();
-        if (!words.flag) break;
-        const Piece& piece = words.piece;
-        attend.run(piece);
-        const Pieces pieces = piece.stop > 0 ? pieces_of(piece.start, piece.stop, words.worker.length) : Pieces{0, 1};
-        float* partial = pieces.count == 1 ? nullptr
-            : p.partials + piece_slot(blockIdx.x, piece.start, words.worker.length) * partial_floats(T::kRows, kLatentOut);
-        attend.finish(piece, partial);
-        if (partial) arrive(p, piece, pieces, words.pending);
-        __syncthreads();
-    }
-    clear_padding(p);
-    merge_pending<kMlaThreads>(p, words.pending, words.worker.length, T::kRows, reinterpret_cast<float*>(attend.ring));
+    attend_pieces<kMlaThreads, T::kRows, kLatentOut>(p, attend, prefix, words);
 }
 
 }  // namespace fv

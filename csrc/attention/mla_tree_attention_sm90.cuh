@@ -201,6 +201,32 @@ struct MlaAttendWgmma {
         cp_async_wait<0>();
     }
 
+    // The partial result goes to shared memory, in place of Q and the tiles.
+    static_assert(mla_staged_bytes(kRows) <= kRows * kLatentRowBytes + 2 * kStage);
+    __device__ __forceinline__ StagedRows staged() {
+        const float* o_at = reinterpret_cast<const float*>(q_smem);
+        return {o_at, reinterpret_cast<const float2*>(o_at + kRows * kLatentStagedRow), kLatentStagedRow, 0};
+    }
+    __device__ __forceinline__ void stage(const Piece&) {
+        const StagedRows to = staged();
+        __syncthreads();  // maxima, Q and the ring have been read
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 1);
+            sum[h] += __shfl_xor_sync(kFullWarp, sum[h], 2);
+            const int row = row_of(h);
+            if (half == 1 && (lane & 3) == 0) maxima[row] = sum[h];
+            float* at = const_cast<float*>(to.o) + row * kLatentStagedRow + half * (kLatentOut / 2) + 2 * (lane & 3);
+#pragma unroll
+            for (int n = 0; n < kOt; ++n) *reinterpret_cast<float2*>(at + 8 * n) = float2{o[n][2 * h], o[n][2 * h + 1]};
+        }
+        __syncthreads();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if (half == 0 && (lane & 3) == 0) const_cast<float2*>(to.stats)[row_of(h)] = float2{top[h], sum[h] + maxima[row_of(h)]};
+        }
+    }
+
     // Writes the rows out, or the partial result to `partial`.
     __device__ __forceinline__ void finish(const Piece& piece, float* partial) {
         __syncthreads();
@@ -247,24 +273,8 @@ __global__ void __launch_bounds__(kMlaThreads, 1) mla_tree_attention_sm90_kernel
     int* prefix = reinterpret_cast<int*>(rest);
     BlockWords& words = *reinterpret_cast<BlockWords*>(rest + prefix_bytes(p.batch));
     start_work(p, Attend::kRows, prefix, words.scratch, words.worker);
-    if (threadIdx.x == 0) words.pending.count = 0;
     Attend attend(p, shared);
-#pragma unroll 1
-    for (;;) {
-        if (threadIdx.x == 0) words.flag = words.worker.next(p, prefix, Attend::kRows, words.piece);
-        __syncthreads();
-        if (!words.flag) break;
-        const Piece& piece = words.piece;
-        attend.run(piece);
-        const Pieces pieces = piece.stop > 0 ? pieces_of(piece.start, piece.stop, words.worker.length) : Pieces{0, 1};
-        float* partial = pieces.count == 1 ? nullptr
-            : p.partials + piece_slot(blockIdx.x, piece.start, words.worker.length) * partial_floats(Attend::kRows, kLatentOut);
-        attend.finish(piece, partial);
-        if (partial) arrive(p, piece, pieces, words.pending);
-        __syncthreads();
-    }
-    clear_padding(p);
-    merge_pending<kMlaThreads>(p, words.pending, words.worker.length, Attend::kRows, reinterpret_cast<float*>(attend.ring));
+    attend_pieces<kMlaThreads, Attend::kRows, kLatentOut>(p, attend, prefix, words);
 }
 
 }  // namespace fv

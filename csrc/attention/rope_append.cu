@@ -3,8 +3,8 @@
 // Results that are not NaN have the bits of the CPU op (rope_append_kernel.cuh says how). A row is left alone when its slot
 // is negative, or when its slot or position is out of range.
 // Cost: one read of q, k, v and of the rows' table entries, one write of q, K and V. Graph-safe.
-// Instantiations: (dtype of q, cache) in {f32 f32, bf16 bf16, bf16 e4m3, f16 f16, f16 e4m3} x {norm, none}, and one for shapes that
-// do not vectorise and other caches: 11.
+// Instantiations: (dtype of q, cache) in {f32 f32, bf16 bf16, bf16 e4m3, f16 f16, f16 e4m3} ; one kernel more, for shapes
+// that do not vectorise and other caches: 6.
 #include <torch/csrc/stable/library.h>
 
 #include "algo/rope_plan.h"
@@ -40,13 +40,12 @@ RopeNorm norm_of(const OptTensor& t) {
 }
 
 using RopeKernel = void (*)(RopeParams);
-template <bool kNorm>
 RopeKernel teams_kernel(const RopeParams& p) {
     const bool narrow = p.cache_format == kE4m3;
-    if (p.format == kF32) return p.cache_format == kF32 ? rope_append_teams_kernel<kF32, kF32, kNorm> : nullptr;
+    if (p.format == kF32) return p.cache_format == kF32 ? rope_append_teams_kernel<kF32, kF32> : nullptr;
     if (!narrow && p.cache_format != p.format) return nullptr;
-    if (p.format == kBf16) return narrow ? rope_append_teams_kernel<kBf16, kE4m3, kNorm> : rope_append_teams_kernel<kBf16, kBf16, kNorm>;
-    return narrow ? rope_append_teams_kernel<kF16, kE4m3, kNorm> : rope_append_teams_kernel<kF16, kF16, kNorm>;
+    if (p.format == kBf16) return narrow ? rope_append_teams_kernel<kBf16, kE4m3> : rope_append_teams_kernel<kBf16, kBf16>;
+    return narrow ? rope_append_teams_kernel<kF16, kE4m3> : rope_append_teams_kernel<kF16, kF16>;
 }
 
 // Whether 8 elements at a time work everywhere: alignment, and no lane on both sides of a boundary of the rotation.
@@ -80,7 +79,7 @@ void rope_append_cuda(Tensor q, const Tensor k, const Tensor v, const Tensor pos
     const dim3 block(kRopeThreads);
     const bool power_of_two = (p.head_dim & (p.head_dim - 1)) == 0;
     p.inverse_dim = power_of_two ? 1.0f / static_cast<float>(p.head_dim) : 0.0f;
-    const RopeKernel kernel = p.q_norm.weight || p.k_norm.weight ? teams_kernel<true>(p) : teams_kernel<false>(p);
+    const RopeKernel kernel = teams_kernel(p);
     if (!kernel || !vectorises(p)) {
         constexpr int kWarps = kRopeThreads / 32;
         const dim3 grid(static_cast<unsigned>(a.rows), static_cast<unsigned>(ceil_div(heads, kWarps)));

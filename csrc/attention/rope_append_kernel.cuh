@@ -218,8 +218,8 @@ struct RopeTurn {
     }
 };
 
-// grid: (rows, q_blocks + k blocks + v blocks); the heads of a kind go round its blocks' teams. kNorm: q or k has a norm.
-template <Format kFormat, Format kCache, bool kNorm>
+// grid: (rows, q_blocks + k blocks + v blocks); the heads of a kind go round its blocks' teams.
+template <Format kFormat, Format kCache>
 __global__ void __launch_bounds__(kRopeThreads, kRopeResident) rope_append_teams_kernel(const __grid_constant__ RopeParams p) {
     const int64_t row = blockIdx.x;
     const int64_t slot = p.slots[row];
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kRopeThreads, kRopeResident) rope_append_teams
     const bool inside = i < p.head_dim;
     Eight next = {}, w = {};
     if (inside && head < work.heads) next = load_eight(work.in, kFormat, work.in_at + head * work.in_head + i);
-    if (kNorm && inside && work.norm.weight) {
+    if (inside && work.norm.weight) {
         w = work.norm.format == kFormat ? load_eight(work.norm.weight, kFormat, i) : load_eight(work.norm.weight, work.norm.format, i);
     }
     if (!in_range(p, slot, position)) return;
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kRopeThreads, kRopeResident) rope_append_teams
         if (inside && head + step < work.heads) {
             next = load_eight(work.in, kFormat, work.in_at + (head + step) * work.in_head + i);
         }
-        if (kNorm && work.norm.weight) {
+        if (work.norm.weight) {
             const float r = inverse_rms(team_sum_of_squares(x, p.team), p);
             for (int j = 0; j < kRopeEach; ++j) x.v[j] = x.v[j] * r * w.v[j];
         }

@@ -68,7 +68,7 @@ void tree_attention_cuda(const Tensor q, const Tensor k_cache, const Tensor v_ca
     p.softcap = static_cast<float>(softcap);
     p.exact = exact;
 
-    if (exact && tile_kernel(p, n.head_dim > 128 ? 32 : 16) && tiles_can_read(p)) {
+    if (exact && tile_kernel(p, n.head_dim > 128 ? 32 : 16) && exact_kernel(p.head_dim, p.kv_type) && tiles_can_read(p)) {
         run_exact(launch, p, exact_launch(n.rows, n.kv_heads, p.group, n.head_dim, static_cast<int>(kv_bytes), p.capacity, launch.props.sms,
                                           launch.props.max_smem), workspace);
         return;
@@ -80,7 +80,9 @@ void tree_attention_cuda(const Tensor q, const Tensor k_cache, const Tensor v_ca
     const bool sm90 = launch.props.major == 9 && (p.kv_type == p.q_type || p.kv_type == Element::kE4m3) &&
                       attention_kernel_sm90(p.head_dim, 64, p.kv_type) != nullptr;
     const AttentionLaunch choice = attention_launch(n.rows, n.requests, n.kv_heads, p.group, n.head_dim, static_cast<int>(kv_bytes),
-                                                    launch.props.sms, launch.props.max_smem, sm90 && p.q_type != Element::kF32);
+                                                    launch.props.sms, launch.props.max_smem, sm90 && p.q_type != Element::kF32,
+                                                    clusters_pay(n.requests, p.capacity, launch.props.major),
+                                                    most_tile_rows(n.head_dim, p.kv_type == Element::kBf16));
     const AttentionKernel kernel = choice.wgmma ? attention_kernel_sm90(p.head_dim, choice.tile_rows, p.kv_type) : tile_kernel(p, choice.tile_rows);
     if (kernel && !exact && tiles_can_read(p)) {
         run_tiles(launch, p, choice, kernel, workspace);

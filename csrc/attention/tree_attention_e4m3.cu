@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Instantiations of tree_attention_kernel for fp8 caches: (head_dim, tile_rows) in {64, 128} x {16, 32, 64, 128} and
-// 256 x {32, 64}: 10 in all.
+// Instantiations of tree_attention_kernel for fp8 caches: head_dim 64 x {16, 64}, 128 x {16, 32, 64, 128}, 256 x {32}
+// rows: 7 in all.
 #include "attention/attention_kernels.h"
 #include "common/launch.h"
 
@@ -11,15 +11,12 @@ namespace fv {
 AttentionKernel attention_kernel_e4m3(int head_dim, int tile_rows) {
     switch (head_dim * 1000 + tile_rows) {
         case 64016: return tree_attention_kernel<AttentionTile<64, 16, KvE4m3>>;
-        case 64032: return tree_attention_kernel<AttentionTile<64, 32, KvE4m3>>;
         case 64064: return tree_attention_kernel<AttentionTile<64, 64, KvE4m3>>;
-        case 64128: return tree_attention_kernel<AttentionTile<64, 128, KvE4m3>>;
         case 128016: return tree_attention_kernel<AttentionTile<128, 16, KvE4m3>>;
         case 128032: return tree_attention_kernel<AttentionTile<128, 32, KvE4m3>>;
         case 128064: return tree_attention_kernel<AttentionTile<128, 64, KvE4m3>>;
         case 128128: return tree_attention_kernel<AttentionTile<128, 128, KvE4m3>>;
         case 256032: return tree_attention_kernel<AttentionTile<256, 32, KvE4m3>>;
-        case 256064: return tree_attention_kernel<AttentionTile<256, 64, KvE4m3>>;
         default: return nullptr;
     }
 }

@@ -348,7 +348,15 @@ struct Attend {
         cp_async_wait<0>();
     }
 
-    // Merges the warps of a row group and writes out, or the partial result to `partial`.
+    // A partial result in this block's shared memory, after stage().
+    __device__ __forceinline__ StagedRows staged() {
+        return {reinterpret_cast<const float*>(ring), reinterpret_cast<const float2*>(q_smem) + T::kSplit * T::kRows, T::kHeadDim, 3};
+    }
+    __device__ __forceinline__ void stage(const Piece& piece) { finish<true>(piece, nullptr); }
+
+    // Merges the warps of a row group and writes out, or the partial result to `partial`. kStage: the partial result stays in shared
+    // memory instead, where staged() describes it.
+    template <bool kStage = false>
     __device__ __forceinline__ void finish(const Piece& piece, float* partial) {
         const int rows = kExact ? p.exact_heads : T::kRows;              // of a partial result
         float* stats = reinterpret_cast<float*>(q_smem);                 // [kSplit][kRows][2], then [kRows][2]
@@ -377,7 +385,9 @@ struct Attend {
             for (int w = 0; w < T::kSplit; ++w) {
                 all += stats[(w * T::kRows + row) * 2 + 1] * exp2_approx(stats[(w * T::kRows + row) * 2] - shift);
             }
-            if (partial) {
+            if (kStage) {
+                total[2 * row + 1] = all;
+            } else if (partial) {
                 if (row < rows) {
                     partial[rows * T::kHeadDim + row] = high;
                     partial[rows * (T::kHeadDim + 1) + row] = all;
@@ -386,7 +396,7 @@ struct Attend {
                 const RowTarget t = row_target(p, piece, T::kRows, row);
                 total[2 * row + 1] = t.live ? finish_row(p, t, piece.head, high, all, true) : 0.0f;
             }
-            total[2 * row] = shift;
+            total[2 * row] = kStage ? high : shift;
         }
         __syncthreads();
 #pragma unroll
@@ -394,7 +404,7 @@ struct Attend {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = row_group * T::kWarpRows + 16 * m + 8 * h + lane / 4;
-                const float factor = exp2_approx(top[m][h] - total[2 * row]);
+                const float most = total[2 * row], factor = exp2_approx(top[m][h] - (kStage && most == -INFINITY ? 0.0f : most));
                 float* to = staged + (share * T::kRows + row) * T::kHeadDim;
                 const int swizzle = (row & 3) << 3;
                 if constexpr (Kv::kBytes == 2) {
@@ -426,6 +436,14 @@ struct Attend {
             }
             return v;
         };
+        if (kStage) {
+            if (T::kSplit == 1) return;
+#pragma unroll 4
+            for (int row = first; row < T::kRows; row += kStep) {
+                reinterpret_cast<float4*>(staged)[row * kQuads + (quad ^ (row & 3) << 1)] = gather(row);  // read by this thread alone
+            }
+            return;
+        }
         if (partial) {
 #pragma unroll 8
             for (int row = first; row < rows; row += kStep) {
@@ -449,24 +467,8 @@ __global__ void __launch_bounds__(128, most_blocks(T::kHeadDim, T::kRows, T::Kv:
     int* prefix = reinterpret_cast<int*>(dynamic_shared());
     BlockWords& words = *reinterpret_cast<BlockWords*>(dynamic_shared() + prefix_bytes(p.batch));
     start_work(p, T::kRows, prefix, words.scratch, words.worker);
-    if (threadIdx.x == 0) words.pending.count = 0;
     Attend<T> attend(p, dynamic_shared() + prefix_bytes(p.batch) + kBlockWords);
-#pragma unroll 1
-    for (;;) {
-        if (threadIdx.x == 0) words.flag = words.worker.next(p, prefix, T::kRows, words.piece);
-        __syncthreads();
-        if (!words.flag) break;
-        const Piece& piece = words.piece;
-        attend.run(piece);
-        const Pieces pieces = piece.stop > 0 ? pieces_of(piece.start, piece.stop, words.worker.length) : Pieces{0, 1};
-        float* partial = pieces.count == 1 ? nullptr
-            : p.partials + piece_slot(blockIdx.x, piece.start, words.worker.length) * partial_floats(T::kRows, T::kHeadDim);
-        attend.finish(piece, partial);
-        if (partial) arrive(p, piece, pieces, words.pending);
-        __syncthreads();
-    }
-    clear_padding(p);
-    merge_pending<T::kThreads>(p, words.pending, words.worker.length, T::kRows, reinterpret_cast<float*>(attend.ring));
+    attend_pieces<T::kThreads, T::kRows, T::kHeadDim>(p, attend, prefix, words);
 }
 
 }  // namespace fv

@@ -74,7 +74,7 @@ struct AttendWgmma : Attend<T> {
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
             const int token = first + kAtOnce * i, row = warp * T::kLoadTokens + token;
-            const int at = Kv::kBytes == 2 ? block_offset<T::kTokens>(row, chunk) : row * T::kKvRow + chunk * 16;
+            const int at = Kv::kBytes == 2 ? block_offset<T::kTokens>(row, chunk) : row * T::kKvRow + ((chunk ^ (row & 1) << 2) << 4);
 #pragma unroll
             for (int v = 0; v < 2; ++v) {
                 const uint64_t from = __shfl_sync(kFullWarp, mine, token + 16 * v);
@@ -85,16 +85,16 @@ struct AttendWgmma : Attend<T> {
 
     // K or V of an fp8 tile -> f16 in `wide`.
     __device__ __forceinline__ void widen(const unsigned char* tile) {
-        constexpr int kChunks = T::kKvRow / 16;
-#pragma unroll 4
-        for (int i = threadIdx.x; i < T::kTokens * kChunks; i += T::kThreads) {
-            const int token = i / kChunks, chunk = i % kChunks;
-            const uint4 x = *reinterpret_cast<const uint4*>(tile + i * 16);
-            const uint4 low{e4m3x2_to_f16x2(x.x), e4m3x2_to_f16x2(x.x >> 16), e4m3x2_to_f16x2(x.y), e4m3x2_to_f16x2(x.y >> 16)};
-            const uint4 high{e4m3x2_to_f16x2(x.z), e4m3x2_to_f16x2(x.z >> 16), e4m3x2_to_f16x2(x.w), e4m3x2_to_f16x2(x.w >> 16)};
-            const int swap = chunk >> 2 & 1;  // neighbours write different banks
-            *reinterpret_cast<uint4*>(wide + block_offset<T::kTokens>(token, 2 * chunk + swap)) = swap ? high : low;
-            *reinterpret_cast<uint4*>(wide + block_offset<T::kTokens>(token, 2 * chunk + 1 - swap)) = swap ? low : high;
+        // eight lanes take 64 dims of two tokens, so that they touch different banks on both sides
+        const int chunk = threadIdx.x & 3, token = static_cast<int>(threadIdx.x >> 2);
+        const int from = token * T::kKvRow + ((chunk ^ (token & 1) << 2) << 4), to = block_offset<T::kTokens>(token, 2 * chunk);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int block = i >> 1, more = (i & 1) * (T::kTokens / 2);  // 64 dims, tokens
+            const uint4 x = *reinterpret_cast<const uint4*>(tile + (from ^ block << 6) + more * T::kKvRow);
+            unsigned char* at = wide + block * T::kTokens * 128 + more * 128;
+            *reinterpret_cast<uint4*>(at + to) = uint4{e4m3x2_to_f16x2(x.x), e4m3x2_to_f16x2(x.x >> 16), e4m3x2_to_f16x2(x.y), e4m3x2_to_f16x2(x.y >> 16)};
+            *reinterpret_cast<uint4*>(at + (to ^ 16)) = uint4{e4m3x2_to_f16x2(x.z), e4m3x2_to_f16x2(x.z >> 16), e4m3x2_to_f16x2(x.w), e4m3x2_to_f16x2(x.w >> 16)};
         }
     }
 
@@ -231,6 +231,28 @@ struct AttendWgmma : Attend<T> {
         cp_async_wait<0>();
     }
 
+    // The partial result goes to shared memory, in place of Q and the tiles.
+    static constexpr int kStagedRow = T::kHeadDim + 8;
+    static_assert(T::kRows * (kStagedRow + 2) * 4 <= T::kQBytes + T::kWideBytes + 2 * T::kStage);
+    __device__ __forceinline__ StagedRows staged() {
+        const float* o_at = reinterpret_cast<const float*>(q_smem);
+        return {o_at, reinterpret_cast<const float2*>(o_at + T::kRows * kStagedRow), kStagedRow, 0};
+    }
+    __device__ __forceinline__ void stage(const Piece&) {
+        const StagedRows to = staged();
+        __syncthreads();  // Q and the ring have been read
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            sum[0][h] += __shfl_xor_sync(kFullWarp, sum[0][h], 1);
+            sum[0][h] += __shfl_xor_sync(kFullWarp, sum[0][h], 2);
+            const int row = 16 * warp + 8 * h + lane / 4;
+            if ((lane & 3) == 0) const_cast<float2*>(to.stats)[row] = float2{top[0][h], sum[0][h]};
+            float* at = const_cast<float*>(to.o) + row * kStagedRow + 2 * (lane & 3);
+#pragma unroll
+            for (int n = 0; n < T::kOt; ++n) *reinterpret_cast<float2*>(at + 8 * n) = float2{o[0][n][2 * h], o[0][n][2 * h + 1]};
+        }
+    }
+
     // Writes the rows out, or the partial result to `partial`.
     __device__ __forceinline__ void finish(const Piece& piece, float* partial) {
 #pragma unroll
@@ -269,24 +291,8 @@ __global__ void __launch_bounds__(T::kThreads, wgmma_blocks(T::kRows, T::Kv::kBy
     int* prefix = reinterpret_cast<int*>(rest);
     BlockWords& words = *reinterpret_cast<BlockWords*>(rest + prefix_bytes(p.batch));
     start_work(p, T::kRows, prefix, words.scratch, words.worker);
-    if (threadIdx.x == 0) words.pending.count = 0;
     AttendWgmma<T> attend(p, shared);
-#pragma unroll 1
-    for (;;) {
-        if (threadIdx.x == 0) words.flag = words.worker.next(p, prefix, T::kRows, words.piece);
-        __syncthreads();
-        if (!words.flag) break;
-        const Piece& piece = words.piece;
-        attend.run(piece);
-        const Pieces pieces = piece.stop > 0 ? pieces_of(piece.start, piece.stop, words.worker.length) : Pieces{0, 1};
-        float* partial = pieces.count == 1 ? nullptr
-            : p.partials + piece_slot(blockIdx.x, piece.start, words.worker.length) * partial_floats(T::kRows, T::kHeadDim);
-        attend.finish(piece, partial);
-        if (partial) arrive(p, piece, pieces, words.pending);
-        __syncthreads();
-    }
-    clear_padding(p);
-    merge_pending<T::kThreads>(p, words.pending, words.worker.length, T::kRows, reinterpret_cast<float*>(attend.ring));
+    attend_pieces<T::kThreads, T::kRows, T::kHeadDim>(p, attend, prefix, words);
 }
 
 }  // namespace fv

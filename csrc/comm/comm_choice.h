@@ -32,6 +32,15 @@ inline CommChoice choose_all_reduce(int64_t vectors, int most_blocks) {
     return CommChoice{static_cast<int>(blocks < most_blocks ? blocks : most_blocks), threads, 1};
 }
 
+// all_reduce_columns stays resident beside products: few multiprocessors, half of their warps to send and half to receive; kColumnBlocks
+// keep some 260 KiB of reads on their way, a PCIe Gen5 link's 50 GB/s at 2 us asks for 100.
+constexpr int kColumnBlocks = 16;
+inline CommChoice choose_columns(int64_t vectors, int most_blocks) {
+    int64_t blocks = (vectors + 255) / 256;
+    if (blocks > kColumnBlocks) blocks = kColumnBlocks;
+    return CommChoice{static_cast<int>(blocks < most_blocks ? blocks : most_blocks), 512, 1};
+}
+
 constexpr int log2_of(int power_of_two) { return power_of_two > 1 ? 1 + log2_of(power_of_two / 2) : 0; }
 
 // Of a block of all_reduce_rms_norm: what the sums of many ranks hold leaves registers for fewer threads.

@@ -104,6 +104,30 @@ public:
     void run_resident(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, A... args) const {
         launch(kernel, 1, kResident, grid, block, smem, args...);
     }
+    // The same in clusters (see run_cluster), and how many blocks fit then, at most `blocks`: whole clusters.
+    template <class... P, class... A>
+    void run_resident_cluster(void (*kernel)(P...), int cluster, dim3 grid, dim3 block, size_t smem, A... args) const {
+        launch(kernel, cluster, kResident, grid, block, smem, args...);
+    }
+    template <class... P>
+    int resident_blocks(void (*kernel)(P...), int cluster, int blocks, dim3 block, size_t smem) const {
+        blocks = blocks / cluster * cluster;
+        if (cluster == 1) return blocks;
+        cudaLaunchAttribute attribute[1];
+        attribute[0].id = cudaLaunchAttributeClusterDimension;
+        attribute[0].val.clusterDim.x = static_cast<unsigned>(cluster);
+        attribute[0].val.clusterDim.y = attribute[0].val.clusterDim.z = 1;
+        cudaLaunchConfig_t config = {};
+        config.gridDim = dim3(static_cast<unsigned>(blocks));
+        config.blockDim = block;
+        config.dynamicSmemBytes = smem;
+        config.attrs = attribute;
+        config.numAttrs = 1;
+        int clusters = 0;
+        allow_smem(kernel, smem);
+        FV_CUDA_CHECK(op, cudaOccupancyMaxActiveClusters(&clusters, reinterpret_cast<const void*>(kernel), &config));
+        return clusters * cluster < blocks ? clusters * cluster : blocks;
+    }
 
     // May start while the launch before it in the stream still runs (sm_90 and newer; elsewhere as `run`): the kernel calls
     // wait_for_previous_launch() (ptx.cuh) before it reads what that one writes.
@@ -126,39 +150,43 @@ private:
     torch::stable::accelerator::DeviceGuard guard_;
     enum Kind { kPlain, kResident, kOverlapped };
 
+    template <class K>
+    void allow_smem(K* kernel, size_t smem) const {
+        if (smem <= 16 * 1024) return;  // with the static part it may exceed the 48 KiB that need no asking
+        FV_CUDA_CHECK(op, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                               static_cast<int>(smem)));
+    }
+
     template <class... P, class... A>
     void launch(void (*kernel)(P...), int cluster, Kind kind, dim3 grid, dim3 block, size_t smem, A... args) const {
-        if (smem > 16 * 1024) {  // with the static part it may exceed the 48 KiB that need no asking
-            FV_CUDA_CHECK(op, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)));
-        }
+        allow_smem(kernel, smem);
         if (cluster > 8) {
             FV_CUDA_CHECK(op, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                                    cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
         }
-        cudaLaunchAttribute attribute[1];
+        cudaLaunchAttribute attribute[2];
+        unsigned count = 0;
         cudaLaunchConfig_t config = {};
         config.gridDim = grid;
         config.blockDim = block;
         config.dynamicSmemBytes = smem;
         config.stream = stream;
         if (cluster > 1) {
-            attribute[0].id = cudaLaunchAttributeClusterDimension;
-            attribute[0].val.clusterDim.x = static_cast<unsigned>(cluster);
-            attribute[0].val.clusterDim.y = attribute[0].val.clusterDim.z = 1;
+            attribute[count].id = cudaLaunchAttributeClusterDimension;
+            attribute[count].val.clusterDim.x = static_cast<unsigned>(cluster);
+            attribute[count].val.clusterDim.y = attribute[count].val.clusterDim.z = 1;
+            ++count;
         }
         if (kind == kResident) {
-            attribute[0].id = cudaLaunchAttributeCooperative;
-            attribute[0].val.cooperative = 1;
+            attribute[count].id = cudaLaunchAttributeCooperative;
+            attribute[count++].val.cooperative = 1;
         }
         if (kind == kOverlapped) {
-            attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-            attribute[0].val.programmaticStreamSerializationAllowed = 1;
+            attribute[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+            attribute[count++].val.programmaticStreamSerializationAllowed = 1;
         }
-        if (cluster > 1 || kind != kPlain) {
-            config.attrs = attribute;
-            config.numAttrs = 1;
-        }
+        config.attrs = attribute;
+        config.numAttrs = count;
         std::tuple<std::decay_t<P>...> values(static_cast<std::decay_t<P>>(args)...);
         void* pointers[sizeof...(P) ? sizeof...(P) : 1];
         fill_pointers(pointers, values, std::index_sequence_for<P...>{});

@@ -177,6 +177,25 @@ __device__ __forceinline__ void cluster_barrier() {
     __syncthreads();
 #endif
 }
+// The same in two halves, for work in between that does not depend on the others.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+// cluster_arrive of a thread that wrote nothing the others will read: it orders nothing.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
 // This block's rank in its cluster.
 __device__ __forceinline__ uint32_t cluster_rank() {
 #if __CUDA_ARCH__ >= 900

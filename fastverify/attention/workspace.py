@@ -10,7 +10,7 @@ COUNTER_BYTES = 4096  # csrc/algo/attention_plan.h
 def workspace_bytes(rows: int, batch: int, q_heads: int, kv_heads: int, head_dim: int, sms: int) -> int:
     """Bytes that suffice for every call with these sizes on a GPU of `sms` multiprocessors (csrc/algo/attention_plan.h)."""
     wide, want = head_dim > 128, -(-rows // max(batch, 1)) * (q_heads // kv_heads)
-    tile, most = (32, 64) if wide else (64 if head_dim == 128 else 32, 128)
+    tile, most = (32, 64) if wide else (64, 128)
     while tile < min(want, most):
         tile *= 2
     return COUNTER_BYTES + (6 if tile <= 64 else 4) * sms * tile * (head_dim + 2) * 4

@@ -57,8 +57,14 @@ def panels_of(rows: list) -> list:
 
 
 def plain_numbers(plt, *axes) -> None:
+    """1, 10, 100 instead of powers; 2 and 5 between them where an axis spans less than two decades."""
     for one in axes:
-        one.set_major_formatter(plt.FuncFormatter(lambda v, _: f"{v:g}"))
+        low, high = one.get_view_interval()
+        numbers = plt.FuncFormatter(lambda v, _: f"{v:g}")
+        one.set_major_formatter(numbers)
+        between = high < 100 * low
+        one.set_minor_locator(plt.LogLocator(subs=(2, 5) if between else (2, 3, 4, 5, 6, 7, 8, 9), numticks=20))
+        one.set_minor_formatter(numbers if between else plt.NullFormatter())
 
 
 def roofline(plt, op: str, rows: list):
@@ -74,12 +80,12 @@ def roofline(plt, op: str, rows: list):
             mine = sorted((r for r in shown if r["provider"] == provider), key=lambda r: r["bytes"])
             axis.errorbar([r["bytes"] / 1e6 for r in mine], [r["median_us"] for r in mine],
                           yerr=[[r["median_us"] - r["p20_us"] for r in mine], [r["p80_us"] - r["median_us"] for r in mine]],
-                          fmt=MARKERS[i % len(MARKERS)], color=f"C{i}", markersize=5, capsize=2, linestyle="none", label=provider)
+                          fmt=MARKERS[i % len(MARKERS)], color=f"C{i}", markersize=5, capsize=2, linestyle="none", label=provider, zorder=20 - i)
         axis.plot([b / 1e6 for b in points], [max(b / (speed * 1e3), empty) for b in points], color="black", linewidth=1,
                   label=f"floor: {speed:.0f} GB/s (copy), {empty:.2f} us (empty)")
         axis.set_xscale("log"), axis.set_yscale("log"), axis.set_title(title, fontsize=9)
         axis.set_xlabel("bytes that a call must move (MB)"), axis.grid(True, which="both", alpha=0.25)
-        plain_numbers(plt, axis.xaxis, axis.yaxis)
+    plain_numbers(plt, *(x for axis in grid[0] for x in (axis.xaxis, axis.yaxis)))
     grid[0][0].set_ylabel("us per call, median (bars: p20 to p80)")
     figure.suptitle(f"{op}\n{caption(rows)}", fontsize=10, y=1.0 if len(panels) == 1 else 1.03)
     handles, labels = grid[0][0].get_legend_handles_labels()
@@ -122,7 +128,8 @@ def against_size(plt, op: str, rows: list):
                       yerr=[[r["median_us"] - r["p20_us"] for r in mine], [r["p80_us"] - r["median_us"] for r in mine]],
                       marker=MARKERS[i % len(MARKERS)], markersize=4, capsize=2, label=f"{line[0]}, {line[1]} ranks" + ", one GPU" * line[2])
     axis.set_xscale("log", base=2), axis.set_yscale("log")
-    plain_numbers(plt, axis.xaxis, axis.yaxis)
+    axis.xaxis.set_major_formatter(plt.FuncFormatter(lambda v, _: f"{v:g}"))
+    plain_numbers(plt, axis.yaxis)
     axis.set_xlabel("message of one rank (KiB)"), axis.set_ylabel("us per call, median (bars: p20 to p80)")
     axis.set_title(f"{op}\n{caption(rows)}", fontsize=10)
     axis.grid(True, which="both", alpha=0.25), axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))

@@ -95,6 +95,8 @@ def providers() -> list:
                 version = importlib.metadata.version(distribution)
             except importlib.metadata.PackageNotFoundError:
                 version = None
+            if distribution == "sglang-kernel" and not version and Path(os.environ.get("SGL_KERNEL_LIBRARY", "")).is_file():
+                version = "SGL_KERNEL_LIBRARY"
             if distribution in ("triton", "flashinfer-python") and version and not gpu:
                 version, fix = None, f"{version} is installed; a GPU"
         out.append((name, version, "" if version else fix))

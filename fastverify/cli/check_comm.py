@@ -36,6 +36,12 @@ def all_reduce(device: str, rng) -> int:
     return _run("all_reduce", device, dict(x=x, out=torch.full((ROWS, HIDDEN), float(SENTINEL))), ("out",), dict(out=1e-6))
 
 
+@check("all_reduce_columns")
+def all_reduce_columns(device: str, rng) -> int:
+    case = dict(x=torch.randn(WORLD, 2, ROWS, 36, generator=rng), out=torch.randn(ROWS, HIDDEN, generator=rng), ready=None, add=True)
+    return _run("all_reduce_columns", device, case, ("out",), dict(out=1e-6))
+
+
 @check("all_reduce_rms_norm")
 def all_reduce_rms_norm(device: str, rng) -> int:
     case = dict(x=torch.randn(WORLD, ROWS, HIDDEN, generator=rng), residual=torch.randn(ROWS, HIDDEN, generator=rng),

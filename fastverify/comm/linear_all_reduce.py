@@ -6,9 +6,12 @@ import torch
 
 from ..models.linear import linear
 from .all_reduce import all_reduce
+from .all_reduce_columns import all_reduce_columns
+from .communicator import MOST_PIECES
 
 ONE_PIECE = ("rows", 1)
-KINDS = ("rows", "columns", "growing")
+KINDS = ("rows", "columns", "growing", "resident")
+RESIDENT = ("peer", "host", "gathered")  # transports of all_reduce_columns
 GRAIN = 128  # columns: growing pieces are whole tiles of a product
 
 
@@ -46,15 +49,25 @@ def cut(rows: int, weight: torch.Tensor, comm, split: Optional[tuple] = None) ->
     n = weight.shape[0]
     measured = comm.splits.get(shape_name(n, weight.shape[1], weight.dtype)) if comm.splits else None
     kind, pieces = split or split_for(rows, n, measured or [], comm.overlap_rows)
-    if (kind not in KINDS or pieces < 1 or (kind == "columns" and n % pieces) or
-            (kind == "growing" and (pieces > 6 or n < GRAIN << pieces))):
-        raise ValueError(f"linear_all_reduce: split must be (\"rows\"|\"columns\"|\"growing\", pieces) that the columns can be cut into; "
-                         f"got {(kind, pieces)} for {n} columns. Fix: leave it out.")
+    if kind not in KINDS or not fits(n, weight.element_size(), kind, pieces):
+        raise ValueError(f"linear_all_reduce: split must be (\"rows\"|\"columns\"|\"growing\"|\"resident\", pieces) that the columns can be "
+                         f"cut into; got {(kind, pieces)} for {n} columns. Fix: leave it out.")
+    if kind == "resident" and (comm.transport not in RESIDENT or rows * n * weight.element_size() > comm.max_bytes):
+        kind, pieces = ONE_PIECE
     largest = max(1, comm.largest_bytes // (n * weight.element_size()))  # rows of one sum
     share = -(-rows // pieces) if kind != "growing" else -(-rows * max(column_widths(n, kind, pieces)) // n)
     if share > largest:
         kind, pieces = "rows", -(-rows // largest)
     return kind, pieces
+
+
+def fits(n: int, itemsize: int, kind: str, pieces: int) -> bool:
+    """Whether n columns can be cut so. Pure."""
+    if kind == "growing":
+        return 1 <= pieces <= 6 and n >= GRAIN << pieces
+    if kind == "resident":  # whole 16-byte vectors
+        return 1 <= pieces <= MOST_PIECES and n % pieces == 0 and n // pieces * itemsize % 16 == 0
+    return pieces >= 1 and (kind == "rows" or n % pieces == 0)
 
 
 def overlaps(rows: int, weight: torch.Tensor, comm) -> bool:
@@ -67,18 +80,21 @@ def linear_all_reduce(x: torch.Tensor, weight: torch.Tensor, comm, bias: Optiona
     """Sum over ranks of x @ weight.T (+ bias): what a row-parallel layer owes the residual stream.
 
     x [R, K / W] and weight [N, K / W] of this rank; bias [N] on one rank only (it is summed). residual [R, N]: the sum is added to
-        it, in place, and it is returned. split: ("columns"|"growing"|"rows", pieces), None: what the tuner found for (N, K / W), else
+        it, in place, and it is returned. split: ("columns"|"growing"|"rows"|"resident", pieces), None: what the tuner found for (N, K / W), else
         a rule.
     Returns [R, N], the same bits on every rank for equal splits.
 
     On CUDA each piece's sum runs on the communicator's side stream while the next piece's product runs on the current one; both
     are joined before it returns, so it can be captured. Pieces of columns read each weight once and are best up to some hundred
-    rows; pieces of rows need no copy at the end. With few rows one piece is best: a skinny product ends in one wave and leaves
+    rows; pieces of rows need no copy at the end; "resident" has one kernel for all sums, which is launched first and sends equal pieces
+    of columns as they are done (all_reduce_columns). With few rows one piece is best: a skinny product ends in one wave and leaves
     nothing to overlap (docs/performance.md). Pieces larger than comm.max_bytes are cut further unless NCCL takes them.
     Errors: those of all_reduce; ValueError for a split that does not fit. Cost: two launches more per piece.
     """
     rows, n = x.shape[0], weight.shape[0]
     kind, pieces = cut(rows, weight, comm, split)
+    if kind == "resident":
+        return _resident(x, weight, comm, bias, pieces, residual)
     if kind != "rows" and pieces > 1:
         return _by_columns(x, weight, comm, bias, column_widths(n, kind, pieces), residual)
     step = -(-rows // pieces) if rows else 1
@@ -105,6 +121,42 @@ def _by_columns(x, weight, comm, bias, widths: list, residual) -> torch.Tensor:
     parts = [(lambda a=end - w, b=end: linear(x, weight[a:b], None if bias is None else bias[a:b])) for w, end in zip(widths, ends)]
     overlapped(parts, sums, comm, put)
     return out
+
+
+def _resident(x, weight, comm, bias, pieces: int, residual) -> torch.Tensor:
+    """One kernel for all sums, launched before the products: it sends a piece as soon as its product has ended."""
+    rows, n = x.shape[0], weight.shape[0]
+    width = n // pieces
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device) if residual is None else residual
+    parts = torch.empty(pieces, rows, width, dtype=x.dtype, device=x.device)
+
+    def products() -> None:
+        for p in range(pieces):
+            columns = slice(p * width, (p + 1) * width)
+            product(x, weight[columns], None if bias is None else bias[columns], parts[p])
+            comm.mark(p)
+
+    def sums() -> None:
+        all_reduce_columns(parts, comm, out, ready=True, add=residual is not None)
+    if not x.is_cuda:
+        products()
+        sums()
+        return out
+    main, side = torch.cuda.current_stream(x.device), comm.side_stream()
+    side.wait_stream(main)  # earlier calls of this communicator come first
+    with torch.cuda.stream(side):
+        sums()
+    products()
+    main.wait_stream(side)
+    return out
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], out: torch.Tensor) -> None:
+    """out = x @ weight.T (+ bias)."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
 def overlapped(parts: list, sums: list, comm, then=None) -> None:

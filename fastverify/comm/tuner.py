@@ -17,12 +17,13 @@ import torch
 from .._version import __version__
 from .topology import topology
 
-FORMAT = 1           # of the file; raise it when the kernels or the measurement change
+FORMAT = 2           # of the file; raise it when the kernels or the measurement change
 CALLS, REPLAYS = 16, 7
 SMALLEST = 4096      # bytes: below it every way costs a launch and a hop
 CLEARLY = 0.95       # NCCL must be this much faster to be chosen: its sums may round elsewhere
 LINEAR_ROWS = (64, 128, 256, 512, 1024, 2048)
 SPLITS = (("rows", 1), ("columns", 2), ("columns", 4), ("growing", 3), ("growing", 4), ("rows", 2), ("rows", 4))
+# ("resident", p) is not among them: its kernel has run on the emulator only. Add (1, 2, 4, 8) once benchmarks/comm/multi_gpu.sh has.
 
 
 def best_split(sizes: list, low: list, high: list) -> int:
@@ -190,7 +191,7 @@ def tune_linear(comm, n: int, k: int, dtype: torch.dtype, rows: tuple = LINEAR_R
 
     Collective; once per shape, at load time. k may differ between ranks. Memory: one weight and max(rows) rows of input and
     output."""
-    from .linear_all_reduce import GRAIN, linear_all_reduce, shape_name
+    from .linear_all_reduce import cut, fits, linear_all_reduce, shape_name
     if getattr(comm, "plan", None) is None:
         return []
     name, kept = shape_name(n, k, dtype), shape_name(n, max(comm._exchange(k)), dtype)
@@ -203,12 +204,12 @@ def tune_linear(comm, n: int, k: int, dtype: torch.dtype, rows: tuple = LINEAR_R
         x = torch.zeros(r, k, dtype=dtype, device=comm.device)
         timed = []
         for kind, pieces in SPLITS:
-            if ((kind == "columns" and n % (16 * pieces)) or (kind == "growing" and n < GRAIN << pieces) or
-                    (kind == "rows" and pieces > 1 and r // pieces < 128)):
+            if (not fits(n, dtype.itemsize, kind, pieces) or (kind == "columns" and n % (16 * pieces)) or
+                    (kind == "rows" and pieces > 1 and r // pieces < 128) or cut(r, weight, comm, (kind, pieces)) != (kind, pieces)):
                 continue
             us = time_call(comm, lambda: linear_all_reduce(x, weight, comm, split=(kind, pieces)), calls=4)
             if us is not None:
-                timed.append((us * (1.0 if pieces == 1 else 1.03), pieces, kind))  # a cut must gain 3 %
+                timed.append((us * (1.0 if (kind, pieces) == SPLITS[0] else 1.03), pieces, kind))  # a cut must gain 3 %
         if timed:
             us, pieces, kind = min(timed)
             found.append((r, kind, pieces))

@@ -290,7 +290,7 @@ class GraphLoop:
 
     def _captured(self, part: Callable) -> "torch.cuda.CUDAGraph":
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):  # NCCL's threads go on meanwhile
             part()
         return graph
 

@@ -48,7 +48,7 @@ def shard(model: LlamaModel, comm) -> LlamaModel:
     if vocab[0] == vocab[1] or columns[0] == columns[1]:
         raise ValueError(f"shard: the model must be large enough for {world} ranks; got a vocabulary of {c.vocab_size} and "
                          f"{c.intermediate_size} columns. Fix: use fewer ranks.")
-    layers = [_layer(w, c, heads, columns) for w in model.layers]
+    layers = [shard_layer(w, c, heads, columns) for w in model.layers]
     local = replace(c, intermediate_size=columns[1] - columns[0])
     if heads:
         local = replace(local, num_heads=heads[0][1] - heads[0][0], num_kv_heads=heads[1][1] - heads[1][0])
@@ -72,7 +72,8 @@ def prepare(part: LlamaModel) -> None:
             tune_linear(part.comm, weight.shape[0], weight.shape[1], part.dtype)
 
 
-def _layer(w: Layer, c, heads, columns) -> Layer:
+def shard_layer(w: Layer, c, heads, columns) -> Layer:
+    """One layer's part: heads as of heads_of (None: whole attention), columns (begin, end) of the MLP."""
     d, inter = c.head_dim, c.intermediate_size
     qkv, qkv_bias, o = w.qkv, w.qkv_bias, w.o
     if heads:

@@ -2,12 +2,18 @@
 
 import torch
 
-__all__ = ["all_reduce", "all_reduce_rms_norm", "all_gather_small"]
+__all__ = ["all_reduce", "all_reduce_columns", "all_reduce_rms_norm", "all_gather_small"]
 
 
 def all_reduce(x, out, comm) -> None:
     """x [world, ...] of all ranks -> their sum, into out [...] or into every rank's part of out [world, ...]."""
     out.copy_(x.double().sum(0).to(x.dtype).expand_as(out))
+
+
+def all_reduce_columns(x, out, ready, add, comm) -> None:
+    """The sum of x [world, pieces, rows, width], into (or, with add, onto) out [rows, pieces * width] or every rank's part of it."""
+    total = x.double().sum(0).to(x.dtype).transpose(0, 1).flatten(1)
+    out.copy_((total.double() + out.double()).to(x.dtype) if add else total.expand_as(out))
 
 
 def all_reduce_rms_norm(x, residual, weight, out, prefetch, comm, eps) -> None:

@@ -64,11 +64,46 @@ static void pieces() {
     }
 }
 
+// cut blocks kv_heads least count, then units of each request -> cluster per ok: whole clusters, all on the grid, every unit dealt once
+static void cut() {
+    long long blocks, heads, least, count;
+    while (std::scanf("%lld %lld %lld %lld", &blocks, &heads, &least, &count) == 4) {
+        long long longest = 0, work = 0, units[4096];
+        for (long long i = 0; i < count; ++i) {
+            if (std::scanf("%lld", &units[i]) != 1) return;
+            work += units[i];
+            longest = units[i] > longest ? units[i] : longest;
+        }
+        const int cluster = cluster_blocks(count * heads, static_cast<int>(blocks));
+        const int grid = static_cast<int>(blocks) / cluster * cluster;
+        const Cut c = cut_line(work * heads, count * heads, longest, grid, least, cluster);
+        bool ok = c.per % cluster == 0 && c.per * count * heads <= grid && (c.per > 0 || c.length * grid >= work * heads);
+        for (long long i = 0; i < count && c.per > 0; ++i) {
+            int at = 0, most = 0;
+            for (int j = 0; j < c.per; ++j) {
+                const UnitRange r = dealt_units(units[i], c.per, j);
+                ok = ok && r.begin == at && r.end >= at;
+                at = r.end, most = r.end - r.begin > most ? r.end - r.begin : most;
+            }
+            ok = ok && at == units[i] && most == (units[i] + c.per - 1) / c.per;
+        }
+        std::printf("%d %d %d\n", cluster, c.per, ok);
+    }
+}
+
+// clusters batch capacity major -> whether blocks form clusters
+static void clusters() {
+    long long batch, capacity, major;
+    while (std::scanf("%lld %lld %lld", &batch, &capacity, &major) == 3) std::printf("%d\n", clusters_pay(batch, capacity, static_cast<int>(major)));
+}
+
 int main(int argc, char** argv) {
     if (argc < 2) return 2;
     if (!std::strcmp(argv[1], "launch")) launch();
     else if (!std::strcmp(argv[1], "visible")) visible();
     else if (!std::strcmp(argv[1], "pieces")) pieces();
+    else if (!std::strcmp(argv[1], "cut")) cut();
+    else if (!std::strcmp(argv[1], "clusters")) clusters();
     else return 2;
     return 0;
 }

@@ -65,6 +65,29 @@ def test_every_position_of_the_line_belongs_to_one_piece_and_slots_do_not_collid
     assert set(driver("pieces", lines)) == {"1"}
 
 
+def test_sequences_of_equal_length_get_whole_clusters(driver):
+    """Any mix of lengths: either every sequence has as many whole clusters and every unit one block, or none has."""
+    pick, lines = random.Random(6), []
+    for _ in range(600):
+        count, near = pick.choice([1, 2, 7, 64, 300]), pick.choice([1, 9, 129, 1025])
+        lengths = [max(1, near + pick.choice([0, 0, -1, 1, -near])) for _ in range(count)]
+        lines.append(f"{pick.choice([1, 2, 66, 132, 264, 396])} {pick.choice([1, 3, 8])} {pick.choice([1, 2])} {count} {' '.join(map(str, lengths))}")
+    out = driver("cut", lines)
+    assert {line.split()[2] for line in out} == {"1"} and len({line.split()[0] for line in out}) > 4
+
+    def shape(blocks, heads, units, count=1):
+        return f"{blocks} {heads} 1 {count} " + " ".join([str(units)] * count)
+
+    # one cluster alone, four per sequence, one for each of 64 sequences, none for 256, three times two fit 396 blocks best as six
+    known = [shape(264, 8, 17), shape(264, 8, 129), shape(264, 8, 129, 8), shape(264, 8, 33, 32), shape(396, 8, 129, 8), shape(132, 1, 513, 4)]
+    assert [line.split()[:2] for line in driver("cut", known)] == [["8", "8"], ["8", "32"], ["4", "4"], ["1", "0"], ["6", "6"], ["8", "32"]]
+
+
+def test_only_short_page_tables_get_clusters(driver):
+    cases = {(1, 1088, 9): 1, (1, 2048, 12): 1, (1, 2049, 9): 0, (2, 1024, 10): 1, (32, 2064, 9): 0, (1, 1088, 8): 0, (1 << 20, 1 << 31, 9): 0}
+    assert driver("clusters", [" ".join(map(str, c)) for c in cases]) == [str(v) for v in cases.values()]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_launches_fit_the_device(driver, device):
     sms, kib = DEVICES[device]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -47,6 +48,34 @@ def written(path: Path, rows: list) -> Path:
     (row(None), row(3.0), "UNCLEAR"), (row(3.0), row(None), "UNCLEAR")])
 def test_verdicts(old, new, word):
     assert bench_compare.verdict(old, new).word == word
+
+
+def runs_of(change: float, between: float, within: float, count: int = 600) -> dict:
+    """Shares of the verdicts on `count` rows whose second run is `change` times as long. Every run has an error of its own that its samples
+    do not show (clocks, where memory lies): `between`, one standard deviation; `within` is that of the samples of a run."""
+    rng = random.Random(1)
+
+    def run(true: float) -> dict:
+        middle = true * rng.lognormvariate(0, between)
+        samples = sorted(middle * rng.lognormvariate(0, within) for _ in range(20))
+        return row(samples[10], samples[4], samples[16])
+
+    words = [bench_compare.verdict(run(us), run(change * us)).word for us in (10 ** rng.uniform(0.3, 3) for _ in range(count))]
+    return {w: words.count(w) / count for w in set(words)}
+
+
+@pytest.mark.parametrize("within", [0.001, 0.005])
+def test_equal_code_is_the_same_and_a_change_of_five_percent_is_seen(within):
+    """With runs that differ by 1 %, as rows of unchanged code do (docs/benchmarks.md)."""
+    assert runs_of(1.0, 0.01, within)["SAME"] >= 0.95
+    assert runs_of(1.05, 0.01, within)["SLOWER"] >= 0.85 and runs_of(1 / 1.05, 0.01, within)["FASTER"] >= 0.85
+    assert runs_of(1.1, 0.01, within)["SLOWER"] >= 0.99 and runs_of(1 / 1.1, 0.01, within)["FASTER"] >= 0.99
+
+
+def test_noise_is_neither_the_same_nor_a_change():
+    """Samples that scatter by 20 % can show neither; a real doubling shows through 5 %."""
+    assert runs_of(1.0, 0.01, 0.2).get("SAME", 0) <= 0.05 and runs_of(1.05, 0.01, 0.2).get("SLOWER", 0) <= 0.05
+    assert runs_of(2.0, 0.01, 0.05)["SLOWER"] == 1.0
 
 
 def test_compare_by_key(cli, tmp_path):  # noqa: F811

@@ -21,7 +21,7 @@ def main(rank: int, world: int, port: str, backend: str, what: str) -> dict:
     from fastverify import Communicator, CommunicatorError, all_gather_small, all_reduce, all_reduce_rms_norm
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    device = torch.device("cuda", 0 if what == "first-device" else rank)
+    device = torch.device("cuda", 0 if what == "first-device" or torch.cuda.device_count() == 1 else rank)
     torch.cuda.set_device(device)
     try:
         comm = Communicator(device=device, backend=backend, max_bytes=1 << 16, deadline=2.0)

@@ -32,7 +32,7 @@ def test_a_mailbox_of_another_namespace_is_an_error_in_words():
         _control().HostRegion("/fastverify-nobody", 4096, create=False)
 
 
-# ---- two GPUs --------------------------------------------------------------------------------------------------------------------
+# ---- two ranks, on a GPU each where there are two, else on one card (in turns of milliseconds without MPS) -------------------------
 
 def ranks(backend: str, what: str, env: tuple = ({}, {}), wrap: tuple = ("", "")) -> list:
     """What each of two ranks says. env, wrap: per rank; wrap is a shell prefix that ends in `exec "$@"`."""
@@ -60,8 +60,8 @@ def may_unshare(flags: str, then: str = "true") -> bool:
     return shutil.which("unshare") is not None and subprocess.run(["unshare", *flags.split(), "sh", "-c", then], capture_output=True).returncode == 0
 
 
-@pytest.mark.gpu2
-@pytest.mark.parametrize("backend", ["peer", "host", "nccl"])
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["peer", "host", pytest.param("nccl", marks=pytest.mark.gpu2)])
 def test_expandable_segments(backend):
     """The memory of a communicator is never torch's, so its allocator may map as it likes."""
     env = dict(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True", PYTORCH_ALLOC_CONF="expandable_segments:True")
@@ -79,7 +79,16 @@ def test_visible_devices(first, second, transport):
         assert "is not visible to this process (CUDA_VISIBLE_DEVICES)" in said[0]["reason"]
 
 
-@pytest.mark.gpu2
+@pytest.mark.gpu
+def test_one_card_by_two_names():
+    """Both ranks on one GPU, which one of them knows by its number and the other by its UUID."""
+    import torch
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    said = ranks("auto", "first-device", (dict(CUDA_VISIBLE_DEVICES="0"), dict(CUDA_VISIBLE_DEVICES=uuid)))
+    assert [s.get("right") for s in said] == [True, True] and len({s["uuid"] for s in said}) == 1, said
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["peer", "host"])
 def test_orders_of_first_call(backend):
     """Two communicators on two streams may be called in any order. On one stream that is a circle: it ends at the deadline, with the
@@ -89,7 +98,7 @@ def test_orders_of_first_call(backend):
         assert said["circle"] == "" or "did not come" in said["circle"] or "gave up first" in said["circle"]
 
 
-@pytest.mark.gpu2
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend, what", [("host", "/dev/shm must succeed"), ("auto", "")])
 def test_full_shm(backend, what):
     """One rank with 64 KiB of /dev/shm: "host" fails on every rank in the same words, "auto" takes another way."""
@@ -103,7 +112,7 @@ def test_full_shm(backend, what):
         assert [s.get("right") for s in said] == [True, True], said
 
 
-@pytest.mark.gpu2
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["peer", "host", "auto"])
 def test_ranks_in_two_namespaces(backend):
     """Each rank with an IPC namespace and a /dev/shm of its own, as containers without --ipc=host have: it works or every rank is told."""

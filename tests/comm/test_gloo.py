@@ -46,8 +46,12 @@ def _calls(rank: int, world: int, port: int) -> None:
         whole = linear_all_reduce(a, w, comm, split=("rows", 1))
         assert torch.allclose(linear_all_reduce(a, w, comm, split=("rows", 3)), whole, rtol=1e-5, atol=1e-5)
         assert torch.allclose(linear_all_reduce(a, w, comm, split=("columns", 4)), whole, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(linear_all_reduce(a, w, comm, split=("resident", 4)), whole, rtol=1e-5, atol=1e-5)
         residual, bias = torch.ones_like(whole), torch.arange(16.0) if rank == 0 else None
         summed = linear_all_reduce(a, w, comm, bias, split=("columns", 2), residual=residual)
+        assert summed is residual and torch.allclose(residual, whole + 1 + torch.arange(16.0), rtol=1e-5, atol=1e-5)
+        residual.fill_(1)
+        summed = linear_all_reduce(a, w, comm, bias, split=("resident", 2), residual=residual)
         assert summed is residual and torch.allclose(residual, whole + 1 + torch.arange(16.0), rtol=1e-5, atol=1e-5)
         b, v = torch.randn(9, 8, generator=torch.Generator().manual_seed(rank)), torch.randn(1024, 8, generator=torch.Generator().manual_seed(rank))
         assert torch.allclose(linear_all_reduce(b, v, comm, split=("growing", 3)), linear_all_reduce(b, v, comm, split=("rows", 1)), rtol=1e-5, atol=1e-5)

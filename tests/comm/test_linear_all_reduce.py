@@ -35,6 +35,13 @@ def test_pieces_fit_what_a_sum_may_hold():
     assert cut(10, weight, comm(1)) == ("rows", 10), "never less than a row"
 
 
+def test_one_kernel_for_all_pieces_where_the_transport_and_the_memory_allow():
+    weight = torch.zeros(64, 8)
+    for transport, most, expected in (("peer", 1 << 20, ("resident", 4)), ("host", 1 << 20, ("resident", 4)), ("nccl", 1 << 20, ONE_PIECE),
+                                      ("host", 9 * 256, ONE_PIECE)):
+        assert cut(10, weight, comm(1 << 62, transport=transport, max_bytes=most), ("resident", 4)) == expected
+
+
 def test_layers_ask_for_the_overlap_only_where_a_cut_pays():
     weight = torch.zeros(64, 8)
     assert [overlaps(r, weight, comm(1 << 62)) for r in (1, 255, 256, 4096)] == [False, False, True, True]
@@ -47,7 +54,8 @@ def test_widths_of_pieces(n, kind, pieces, widths):
     assert column_widths(n, kind, pieces) == widths and sum(widths) == n
 
 
-@pytest.mark.parametrize("split", [("columns", 3), ("diagonals", 2), ("rows", 0), ("growing", 2), ("growing", 7)])
+@pytest.mark.parametrize("split", [("columns", 3), ("diagonals", 2), ("rows", 0), ("growing", 2), ("growing", 7),
+                                   ("resident", 3), ("resident", 32), ("resident", 0)])
 def test_splits_that_do_not_fit(split):
     with pytest.raises(ValueError, match="split must be .* Fix: "):
         cut(16, torch.zeros(64, 8), comm(1 << 62), split)

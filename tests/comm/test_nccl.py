@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from comm_cases import fold
+from rank_pool import spawn
 
 from fastverify import Communicator, CommunicatorError, _ops, all_gather_small, all_reduce, all_reduce_rms_norm, linear_all_reduce
 from fastverify.comm import nccl, topology
@@ -85,17 +86,10 @@ def test_options_pass():
 
 # ---- over GPUs ---------------------------------------------------------------------------------------------------------------
 
-def spawn(body, *args, world: int = 2) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_join, (world, port, body, args), nprocs=world)
-
-
 def _join(rank: int, world: int, port: int, body, args: tuple) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", rank if torch.cuda.device_count() >= world else 0)
     torch.cuda.set_device(device)
     body(rank, world, device, *args)
     dist.barrier()

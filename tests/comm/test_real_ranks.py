@@ -3,9 +3,9 @@
 import pytest
 import torch
 from comm_cases import fold
-from test_nccl import spawn
+from rank_pool import spawn
 
-from fastverify import Communicator, all_gather_small, all_reduce, all_reduce_rms_norm, linear_all_reduce
+from fastverify import (Communicator, all_gather_small, all_reduce, all_reduce_columns, all_reduce_rms_norm, linear_all_reduce)
 
 SIZES = (7, 1000, 4 * 7168, 100_003)
 
@@ -92,7 +92,7 @@ def _linear(rank, world, device, transport) -> None:
             partials = [x.double() @ w.double().t() for x, w in zip(xs, ws)]
             exact, size = sum(partials), 1 + sum(p.abs() for p in partials)  # a partial sum is rounded before it travels
             near = lambda y: ((y.double() - exact).abs() <= 2.0**-7 * size).all()  # noqa: E731
-            for split in (None, ("rows", 1), ("rows", 3), ("columns", 2), ("columns", 8), ("growing", 3)):
+            for split in (None, ("rows", 1), ("rows", 3), ("columns", 2), ("columns", 8), ("growing", 3), ("resident", 1), ("resident", 8)):
                 y = linear_all_reduce(xs[rank], ws[rank], comm, split=split)
                 residual = torch.ones_like(y)
                 graph = torch.cuda.CUDAGraph()
@@ -113,6 +113,49 @@ def _linear(rank, world, device, transport) -> None:
 @pytest.mark.parametrize("transport", ["peer", "host", "nccl"])
 def test_linear_in_pieces(transport):
     spawn(_linear, transport)
+
+
+def _columns(rank, world, device, transport) -> None:
+    """all_reduce_columns against all_reduce: all dtypes, piece after piece marked while it waits, replays with changing input."""
+    with Communicator(device=device, backend=transport, max_bytes=1 << 20) as comm:
+        wrong = torch.zeros((), dtype=torch.int64, device=device)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for pieces, rows, width in ((1, 1, 8), (3, 33, 264), (8, 16, 512)):
+                every = torch.randn(world, pieces, rows, width, generator=torch.Generator().manual_seed(rows)).to(dtype).to(device)
+                x = torch.zeros_like(every[rank])
+                out, residual = torch.zeros(rows, pieces * width, dtype=dtype, device=device), torch.ones(rows, pieces * width, dtype=dtype, device=device)
+                all_reduce_columns(every[rank].contiguous(), comm, out)
+                want = fold(every).transpose(0, 1).flatten(1)
+                wrong += (out != want).sum()
+                side, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    main = torch.cuda.current_stream()
+                    for _ in range(3):
+                        side.wait_stream(main)
+                        with torch.cuda.stream(side):
+                            all_reduce_columns(x, comm, residual, ready=True, add=True)
+                        for p in range(pieces):
+                            x[p].copy_(every[rank, p])
+                            comm.mark(p)
+                        main.wait_stream(side)
+                for i in range(20):
+                    every.normal_(generator=torch.Generator(device).manual_seed(i))
+                    residual.fill_(1)
+                    graph.replay()
+                    want = torch.ones_like(residual)
+                    for _ in range(3):
+                        want += fold(every).transpose(0, 1).flatten(1)
+                    wrong += (residual != want).sum()
+                comm.wait()
+                del graph
+        assert int(wrong) == 0, (transport, int(wrong))
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("transport", ["peer", "host"])
+def test_columns_as_they_come(transport):
+    spawn(_columns, transport)
 
 
 def _norm_at_the_crossover(rank, world, device) -> None:

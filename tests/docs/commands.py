@@ -104,7 +104,6 @@ RULES = (
     Rule(r"python benchmarks/loop/tp_differences\.py --new 32", why="two GPUs"),
     Rule(r"python (benchmarks/comm/)?(bench_all_reduce|multi_gpu|soak_virtual)\.py .*|bash benchmarks/comm/multi_gpu\.sh", why="two GPUs"),
     Rule(r"python benchmarks/comm/model_page\.py"),
-    Rule(r"python benchmarks/tree/bench_<op>\.py --repeats 15", "python benchmarks/tree/bench_draft_topk.py --quick"),
     Rule(r"fastverify evaluate --draft DIR --prompts eval/\*\.jsonl .*", why="the six prompt files of EAGLE's evaluation, an hour"),
 )
 

@@ -139,6 +139,9 @@ inline void spin_pause() { emu::spin(); }
 
 inline uint32_t opaque(uint32_t x) { return x; }
 inline void cluster_barrier() { emu::cluster_barrier(); }
+inline void cluster_arrive() {}
+inline void cluster_arrive_relaxed() {}
+inline void cluster_wait() { emu::cluster_barrier(); }
 inline uint32_t cluster_rank() { return emu::block_idx.x % emu::cluster_blocks; }
 template <class T>
 T* cluster_map(T* p, uint32_t rank) {

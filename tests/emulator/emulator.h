@@ -320,6 +320,14 @@ public:
         launch(true, 1, kernel, grid, block, smem, args...);
     }
     template <class... P, class... A>
+    void run_resident_cluster(void (*kernel)(P...), int cluster, dim3 grid, dim3 block, size_t smem, A... args) const {
+        launch(true, cluster, kernel, grid, block, smem, args...);
+    }
+    template <class... P>
+    int resident_blocks(void (*)(P...), int cluster, int blocks, dim3, size_t) const {
+        return blocks / cluster * cluster;
+    }
+    template <class... P, class... A>
     void run_cluster(void (*kernel)(P...), int cluster, dim3 grid, dim3 block, size_t smem, A... args) const {
         const int most = props.major == 9 || props.major == 10 ? 16 : props.major > 10 ? 8 : 1;
         FV_CHECK(cluster >= 1 && cluster <= most && grid.x % cluster == 0, op, ": clusters must have 1..", most,

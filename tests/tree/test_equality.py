@@ -14,7 +14,7 @@ from equality import (build_tree_case, compact_kv_case, compare_with_cpu, draft_
 from fastverify import _ops
 from fastverify.tree import DraftState
 
-DEVICES = [b for b in BACKENDS if b != "cpu"] or [pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [b for b in BACKENDS if b in ("cuda", "emulated")] or [pytest.param("cuda", marks=pytest.mark.gpu)]
 CASES = {
     "draft_topk": draft_topk_case, "build_tree": build_tree_case, "prepare_tree": prepare_tree_case, "compact_kv": compact_kv_case,
     "compact_kv_layers": lambda rng: compact_kv_case(rng, layers_as_list=True),
