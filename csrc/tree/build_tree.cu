@@ -115,14 +115,16 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
     const int t = threadIdx.x, threads = blockDim.x, lane = t & 31, warp = t >> 5, warps = threads >> 5;
     const bool live = b < a.batch && a.active[b] != 0;
     Entry own{minus_infinity(), -1, 0};  // of the first `threads` entries
-    if (live && t < M) own = load_entry(a, b, t, true);
+    if (b < a.batch && t < M) own = load_entry(a, b, t, true);  // before `live` is known
 
     // A: the first row
     int64_t before = 0;
     if (warp < a.count_warps) {
         uint32_t* const bits = orders + warp * ((M + 31) / 32);
         for (int64_t e = warp; e < b && e < a.batch; e += a.count_warps) {
-            if (a.active[e] != 0) before += 1 + count_alive(a.pool_scores + e * M, a.pool_parents + e * M, M, want, bits);
+            const int32_t active = a.active[e];  // on its way while the pool's head is
+            const int alive = count_alive(a.pool_scores + e * M, a.pool_parents + e * M, M, want, bits);
+            before += active != 0 ? 1 + alive : 0;
         }
     }
     if (lane == 0) first_rows[warp] = before;
