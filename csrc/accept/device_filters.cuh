@@ -65,6 +65,15 @@ __device__ inline uint32_t group_bound(Team team, uint32_t m, int j) {
     return s->bound;
 }
 
+// Places in a list that is `*count` long for the lanes that take one; every lane of the warp calls it.
+__device__ __forceinline__ uint32_t places(Team team, uint32_t* count, bool takes) {
+    const unsigned lanes = __ballot_sync(kFullWarp, takes);
+    const int first = __ffs(static_cast<int>(lanes)) - 1;
+    uint32_t base = 0;
+    if (team.lane() == first) base = atomicAdd(count, static_cast<uint32_t>(__popc(lanes)));
+    return __shfl_sync(kFullWarp, base, first & 31) + __popc(lanes & ((1u << team.lane()) - 1));
+}
+
 // Ranks n candidates that hold all entries of top-k (ties included). Key of the best that all filters keep; every thread.
 template <class T>
 __device__ __attribute__((noinline)) Word best_candidate(const Row<T>& given, Team team, int n, float zmax) {
@@ -78,8 +87,9 @@ __device__ __attribute__((noinline)) Word best_candidate(const Row<T>& given, Te
         for (int j = part; j < n; j += 4) larger += c.all[j].z > z;
         larger += __shfl_xor_sync(kFullWarp, larger, 1);
         larger += __shfl_xor_sync(kFullWarp, larger, 2);
-        if (part == 0 && i < n && larger < row.p.top_k) {
-            const uint32_t at = atomicAdd(&team.s->kept_count, 1u);
+        const bool keeps = part == 0 && i < n && larger < row.p.top_k;
+        const uint32_t at = places(team, &team.s->kept_count, keeps);
+        if (keeps) {
             c.kept[at] = c.all[i];
             if (row.p.top_p < 1.0f) c.mass[at] = mass_of(z, zmax);
         }
@@ -184,12 +194,14 @@ __device__ __attribute__((noinline)) int gather_candidates(
     if (warp_max_u32(other.x) == ~0u) return -1;
     for (int r = team.warp(); r < team.size; r += kTeamWarps) {
         const int count = static_cast<int>(__shfl_sync(kFullWarp, other.x, r));
-        for (int i = team.lane(); i < count; i += 32) {
-            const uint2 w = get_tagged(team.list_place(again, turn, r, i), tag);
+        for (int i0 = 0; i0 < count; i0 += 32) {
+            const int i = i0 + team.lane();
+            uint2 w = make_uint2(0, 0);
+            if (i < count) w = get_tagged(team.list_place(again, turn, r, i), tag);
             const float z = bits_to_float(w.x);
-            if (ordered_bits(z) < floor) continue;
-            const uint32_t at = atomicAdd(&s->all_count, 1u);
-            if (at < kListEntries) c.all[at] = Candidate{z, static_cast<int32_t>(w.y)};
+            const bool keeps = i < count && ordered_bits(z) >= floor;
+            const uint32_t at = places(team, &s->all_count, keeps);
+            if (keeps && at < kListEntries) c.all[at] = Candidate{z, static_cast<int32_t>(w.y)};
         }
     }
     __syncthreads();
