@@ -24,7 +24,7 @@ def pivot(rows: list) -> tuple:
     A wrong result is marked with *; "warm" lines had their inputs in the L2.
     """
     axes = list(dict.fromkeys(a for r in rows for a in r["shape"]))
-    providers = list(dict.fromkeys(r["provider"] for r in rows))
+    providers = list(dict.fromkeys(r["provider"] for r in rows if r["median_us"] is not None))
     lines = {}
     for r in rows:
         key = (json.dumps(r["shape"], sort_keys=True), r["dtype"], r["cold"])

@@ -4,7 +4,8 @@
     python benchmarks/readme.py --check   exit 1 if they differ (a test runs this: no number is edited by hand)
 
 Sources: <device>-evaluate-<what>-<date>.json, written by `fastverify evaluate --json`; cpu-op-share-<date>.json, written
-by `python benchmarks/loop/bench_op_share.py --json`; <device>-probe-<date>.json, written by `fastverify probe --out`.
+by `python benchmarks/loop/bench_op_share.py --json`; <device>-probe-<date>.json, written by `fastverify probe --out`;
+<device>-lengths-<date>.json, written by `python benchmarks/loop/accept_lengths.py --json`.
 """
 
 import json
@@ -17,7 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from gpu_tables import gpu_part, summary  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-FILES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("performance", "gpu_results", "plan_and_trace")))
+FILES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("performance", "gpu_results", "plan_and_trace", "drafts")))
 
 
 def load(kind: str) -> tuple:
@@ -115,6 +116,28 @@ def probe() -> str:
     return "\n".join([f"{where(name, data)}:", "", *table(header, rows), "", *verdicts])
 
 
+def lengths() -> str:
+    """Accept length and (distinct 4-grams) of every shape and temperature, one column per set, and depth-1 agreement."""
+    name, data = load("lengths")
+    if data is None:
+        return ""
+    sets, e, runs = list(data["prompts"]), data["environment"], {}
+    for r in data["rows"]:
+        runs.setdefault((r["tree"], r["temperature"], r["coupled"]), {})[r["set"]] = r
+    out = []
+    for (tree, temperature, coupled), by_set in runs.items():
+        law = "greedy" if temperature == 0 else f"{temperature:g}" + (", coupled" if coupled else ", not coupled")
+        rows = [by_set[s] for s in sets]
+        out.append([tree, law, *(f"{r['tau']:.2f} ({r['distinct_4gram_ratio']:.2f})" for r in rows), f"{sum(r['tau'] for r in rows) / len(rows):.2f}"])
+    for key, title in (("depth_1", "agreement, depth 1"), ("chain_3", "chain-3, replayed")) if "agreement" in data else ():
+        values = [data["agreement"][s][key] for s in sets]
+        out.append([title, "greedy", *(f"{v:.3f}" if key == "depth_1" else f"{v:.2f}" for v in values),
+                    f"{sum(values) / len(values):.3f}" if key == "depth_1" else f"{sum(values) / len(values):.2f}"])
+    return "\n".join([f"{e['device']}, {e['dtype']}, torch {e['torch']}, {e['date'][:10]}; {max(data['prompts'].values())} prompts a set, "
+                      f"{data['max_new_tokens']} new tokens; `{e['command']}`; `benchmarks/results/{name}`:", "",
+                      *table(["shape", "temperature", *sets, "mean"], out)])
+
+
 def backends() -> str:
     """Which ops run where, from the sources; ops of a stage that run on the same back ends share a line."""
     sys.path.insert(0, str(ROOT / "docs"))
@@ -129,7 +152,7 @@ def backends() -> str:
     return "\n".join(table(["", "CPU (C++)", "CUDA", "Triton"], rows))
 
 
-PARTS = {"backends": backends, "gpu-summary": lambda: summary(RESULTS), "headline": headline, "results": results, "shapes": shapes, "op-share": op_share, "probe": probe}
+PARTS = {"backends": backends, "gpu-summary": lambda: summary(RESULTS), "headline": headline, "results": results, "shapes": shapes, "op-share": op_share, "probe": probe, "lengths": lengths}
 
 
 def generated(text: str) -> str:

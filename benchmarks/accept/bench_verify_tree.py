@@ -3,7 +3,7 @@
     python benchmarks/accept/bench_verify_tree.py --out benchmarks/results
     python benchmarks/accept/bench_verify_tree.py --logits smollm2-logits.xz      # real logits of save_logits.py instead of noise
 
-Time of torch and SGLang does not depend on the number of accepted drafts: they are measured at 3. Correct: ours equals the CPU op
+Time of torch and SGLang does not depend on the number of accepted drafts: they are measured at 3, and so is Triton's version. Correct: ours equals the CPU op
 bit for bit on that set; SGLang accepted as many drafts as were planted (it draws with its own coins); torch emitted the planted
 drafts and one token more (greedy), or any token (it has noise of its own). floor: the visited rows read once.
 """
@@ -76,7 +76,7 @@ def measure_law(bench: Bench, axes: dict, sets: list, found: dict, sgl) -> None:
         batches, visited = grove.plant(accepted), batch * (accepted + 1) * row_bytes
         at = axes | dict(accepted=accepted)
         for provider, f in found.items():
-            if callable(f):
+            if callable(f) and (provider != "triton" or accepted == min(3, most)):
                 calls = [partial(f, *b.arguments(workspace)) for b in batches]
                 bench.measure(provider, at, "bfloat16", calls, visited, check=partial(matches_cpu, batches[0]))
         if accepted == min(3, most):

@@ -43,7 +43,7 @@ def main() -> None:
     sets, entries = read_sets(args.prompts, args.limit), []
     for name in SHAPES:
         trees = tuple(check_tree(t) for t in getattr(args, name).split(",") if t)
-        if not trees:
+        if not trees or (args.dummy and name == "ngram"):
             continue
         args.draft = "ngram" if name == "ngram" else args.draft
         session = open_session("bench_decode", args, out, need_tokenizer(sets))

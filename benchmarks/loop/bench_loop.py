@@ -6,6 +6,7 @@
 Random weights (models/dummy.py): a row says so. Times are of replays of the captured cycle at the given prefix length.
 """
 
+import itertools
 import sys
 import time
 from collections import defaultdict
@@ -19,11 +20,12 @@ import harness  # noqa: E402
 from fastverify.eagle3.graph_loop import GraphLoop, _Scratch  # noqa: E402
 from fastverify.eagle3.shapes import OFF, parse_shape  # noqa: E402
 from fastverify.models.dummy import ImposedAcceptance, dummy_draft, dummy_target, label  # noqa: E402
+from fastverify.models.fp8 import to_fp8  # noqa: E402
 
 
 def weight_bytes(target) -> int:
     """Bytes of every weight that one forward reads."""
-    layers = sum(t.numel() * t.element_size() for w in target.layers for t in vars(w).values() if isinstance(t, torch.Tensor))
+    layers = sum(t.numel() * t.element_size() for w in target.layers for t in vars(w).values() if t is not None)
     return layers + target.lm_head_weight.numel() * target.lm_head_weight.element_size()
 
 
@@ -66,8 +68,8 @@ def own_pages(loop: GraphLoop, batch: int) -> None:
     table[:batch] = torch.arange(batch * columns, device=table.device, dtype=torch.int32).view(batch, columns)
 
 
-def stages(loop: GraphLoop, batch: int, shape, repeats: int) -> dict:
-    """{stage: Timing} of one cycle: all of it, its draft (grow + tree), its verify (target forward .. next inputs)."""
+def stages(loop: GraphLoop, batch: int, shape, repeats: int, together: list) -> dict:
+    """{stage: Timing} of one cycle: all of it, its verify (target forward .. next inputs), and per cycle of k cycles in one graph."""
     from fastverify.eagle3.cycle import target_forward
     key = (batch, shape, False)
     cycle = loop._prepare(key)
@@ -92,11 +94,21 @@ def stages(loop: GraphLoop, batch: int, shape, repeats: int) -> dict:
         with torch.inference_mode():
             graph = captured(verify, loop._memory)
         found["verify"] = timed(graph.replay, repeats, reset)
+        for k in together:
+            def several(k: int = k) -> None:
+                for _ in range(k):
+                    cycle.run()
+            reset()
+            graph = captured(several, loop._memory)
+            t = timed(graph.replay, repeats, reset)
+            found[f"{k} cycles in a graph, each"] = type(t)(*(v / k if isinstance(v, float) else v for v in t))
     return found
 
 
-def profile(loop: GraphLoop, batch: int, shape, cycles: int = 6) -> dict:
-    """Kernels of one cycle from torch.profiler: count, device time, gaps, copies to the host."""
+def profile(loop: GraphLoop, batch: int, shape, cycles: int = 6, first: int = 2) -> dict:
+    """Kernels of one cycle from torch.profiler: count, device time, gaps, copies to the host.
+
+    The first replays under the profiler are left out: it makes the driver send the graph again, and the device waits for it."""
     from torch.profiler import ProfilerActivity
     graph = loop._graphs[(batch, shape, False)]
     with _Scratch(loop, batch):
@@ -105,11 +117,12 @@ def profile(loop: GraphLoop, batch: int, shape, cycles: int = 6) -> dict:
             graph.replay()
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as p:
-            for _ in range(cycles):
+            for _ in range(first + cycles):
                 graph.replay()
             torch.cuda.synchronize()
     events = sorted((e for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e.time_range.start)
-    times, counts = defaultdict(float), defaultdict(int)
+    events = events[len(events) // (first + cycles) * first:]
+    times, counts, hops = defaultdict(float), defaultdict(int), defaultdict(float)
     gaps, between, each = [], [], len(events) // cycles
     for e in events:
         times[e.name] += e.time_range.elapsed_us() / cycles
@@ -118,6 +131,7 @@ def profile(loop: GraphLoop, batch: int, shape, cycles: int = 6) -> dict:
     for i, (a, b) in enumerate(zip(events, events[1:]), 1):
         gap = b.time_range.start - end  # overlapped launches have none
         (between if i % each == 0 else gaps).append((gap, a.name[:40], b.name[:40]))
+        hops[b.name] += max(0.0, b.time_range.end - end) / cycles
         end = max(end, b.time_range.end)
     covered = sum(max(0.0, g) for g, _, _ in gaps)
     host = [e.name for e in p.events() if "DtoH" in e.name or "Synchronize" in e.name]
@@ -126,7 +140,7 @@ def profile(loop: GraphLoop, batch: int, shape, cycles: int = 6) -> dict:
                 idle_share=covered / (span - sum(max(0.0, g) for g, _, _ in between)), gaps_over_5us=[g for g in gaps if g[0] > 5],
                 largest_gap_us=max(gaps)[0], between_cycles_us=[round(g, 1) for g, _, _ in between],
                 host_events=dict((n, host.count(n)) for n in set(host)),
-                kernels={n: (counts[n] / cycles, round(t, 1)) for n, t in sorted(times.items(), key=lambda x: -x[1])})
+                kernels={n: (counts[n] / cycles, round(t, 1), round(hops[n], 1)) for n, t in sorted(times.items(), key=lambda x: -x[1])})
 
 
 def main() -> int:
@@ -137,43 +151,51 @@ def main() -> int:
     parser.add_argument("--length", default="256")
     parser.add_argument("--acceptance", type=float, default=0.6)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--pull", default="", help="MiB of o, gate/up and down to pull ahead, one setting after the other: 0,0,0:32,0,0:32,12,8")
+    parser.add_argument("--together", default="", help="numbers of cycles to capture in one graph: 1,2,4,8")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--fp8", action="store_true", help="the layers' matrices in float8 (models/fp8.py)")
     args = parser.parse_args()
     args.repeats = min(args.repeats, 12)
     bench = harness.Bench("decode_cycle", args)
     target = dummy_target(args.dummy, torch.bfloat16, "cuda", num_layers=args.layers)
     draft = dummy_draft(target)
-    note = label(args.dummy, args.acceptance)
-    for batch in map(int, args.requests.split(",")):
-        for length in map(int, args.length.split(",")):
-            for name in args.tree.split(","):
-                shape = parse_shape(name)
-                speculative = shape is not OFF and shape.speculative
-                loop = GraphLoop(target, draft if speculative else None, shapes=(shape,), max_batch=batch, max_length=length + 512,
-                                 calibration_length=length, stop_ids=[],
-                                 hook=ImposedAcceptance(args.acceptance) if speculative else None)
-                floor = weight_bytes(target) + kv_bytes(target, batch, length)
-                for stage, t in stages(loop, batch, shape, args.repeats).items():
-                    bench._add(stage, dict(model=args.dummy, B=batch, prefix=length, tree=name), "bfloat16", t,
-                               floor if stage == "verify" else 0, None, note, True)
-                    row = bench.rows[-1]
-                    against = f", {row['median_us'] / row['floor_us']:.3f}x the floor {row['floor_us']:.0f}" if row["floor_us"] else ""
-                    print(f"{args.dummy} B={batch} prefix={length} {name} {stage}: {row['median_us']:.1f} us{against}", flush=True)
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                for _ in range(4):
-                    loop._graphs[(batch, shape, False)].replay()
-                launch = (time.perf_counter() - began) / 4 * 1e6
-                torch.cuda.synchronize()
-                print(f"  host: {launch:.0f} us to launch a cycle")
-                if args.profile:
-                    found = profile(loop, batch, shape)
-                    kernels = found.pop("kernels")
-                    print(f"  {found}")
-                    for kernel, (count, us) in list(kernels.items())[:28]:
-                        print(f"    {count:7.1f} x {us:8.1f} us  {kernel[:110]}")
-                del loop
-                torch.cuda.empty_cache()
+    if args.fp8:
+        to_fp8(target)
+    together = [int(k) for k in args.together.split(",") if k]
+    note = label(args.dummy, args.acceptance) + (", float8 weights" if args.fp8 else "")
+    for batch, length, name, pull in itertools.product(map(int, args.requests.split(",")), map(int, args.length.split(",")),
+                                                       args.tree.split(","), args.pull.split(":")):
+        if pull:
+            target.pull_ahead(*(int(m) << 20 for m in pull.split(",")))
+        shape = parse_shape(name)
+        speculative = shape is not OFF and shape.speculative
+        loop = GraphLoop(target, draft if speculative else None, shapes=(shape,), max_batch=batch, max_length=length + 512,
+                         calibration_length=length, stop_ids=[],
+                         hook=ImposedAcceptance(args.acceptance) if speculative else None)
+        floor = weight_bytes(target) + kv_bytes(target, batch, length)
+        for stage, t in stages(loop, batch, shape, args.repeats, together).items():
+            bench._add(stage, dict(model=args.dummy, B=batch, prefix=length, tree=name) | (dict(weights="fp8") if args.fp8 else {}) | (dict(pull=pull) if pull else {}), "bfloat16", t,
+                       floor if stage == "verify" else 0, None, note, True)
+            row = bench.rows[-1]
+            against = f", {row['median_us'] / row['floor_us']:.3f}x the floor {row['floor_us']:.0f}" if row["floor_us"] else ""
+            print(f"{args.dummy}{' fp8' if args.fp8 else ''} B={batch} prefix={length} {name}{' pull ' + pull if pull else ''} {stage}: {row['median_us']:.1f} us{against}", flush=True)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(4):
+            loop._graphs[(batch, shape, False)].replay()
+        launch = (time.perf_counter() - began) / 4 * 1e6
+        torch.cuda.synchronize()
+        print(f"  host: {launch:.0f} us to launch a cycle")
+        if args.profile:
+            found = profile(loop, batch, shape)
+            kernels = found.pop("kernels")
+            print(f"  {found}")
+            print("      count   busy us   us from the end of the launch before to its own (gaps included)")
+            for kernel, (count, us, hop) in list(kernels.items())[:28]:
+                print(f"    {count:7.1f} x {us:8.1f} {hop:8.1f}  {kernel[:110]}")
+        del loop
+        torch.cuda.empty_cache()
     print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB; weights {weight_bytes(target) / 2**30:.2f} GiB")
     return 0
 

@@ -3,6 +3,8 @@
     python benchmarks/loop/bench_smollm2.py --target SmolLM2-135M-Instruct.Q4_1.gguf --prompts ids.json --limit 8
 
 --prompts: {"set": [[token ids], ...]}. Every shape decodes the same prompts, batch 1, greedy, stop ids ignored for the speed rows.
+--peers eager,static,compiled,safeailab: transformers' generate(), the same with static cache and compile, its compiled step in a bare loop,
+and SafeAILab's loop (--eagle CHECKOUT); they run the first prompt of some sets, and so do our shapes once more beside them.
 """
 
 import argparse
@@ -10,11 +12,13 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Optional
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 import harness  # noqa: E402
+import loop_peers  # noqa: E402
 
 from fastverify import GraphDecoder, SamplingParams, load_draft, load_target  # noqa: E402
 from fastverify.cli.difference import first_difference  # noqa: E402
@@ -81,49 +85,46 @@ def equality(target, draft, sets: dict, shapes: list, new: int, exact: bool) -> 
     return rows
 
 
-def transformers_model(target):
-    """The same weights in transformers' class."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    c = target.config
-    config = LlamaConfig(vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_hidden_layers=c.num_layers,
-                         num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads, head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps,
-                         max_position_embeddings=c.max_position, rope_theta=c.rope.theta, rope_parameters=dict(rope_type="default", rope_theta=c.rope.theta),
-                         tie_word_embeddings=True, torch_dtype=target.dtype)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    model = model.to_empty(device=target.device).to(target.dtype)
-    state, q, kv = {"model.embed_tokens.weight": target.embed_weight, "model.norm.weight": target.norm}, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    for i, w in enumerate(target.layers):
-        p = f"model.layers.{i}."
-        parts = dict(zip(("q", "k", "v"), w.qkv.split([q, kv, kv])))
-        state |= {f"{p}self_attn.{n}_proj.weight": t for n, t in parts.items()} | {f"{p}self_attn.o_proj.weight": w.o}
-        gate, up = w.gate_up.chunk(2)
-        state |= {f"{p}mlp.gate_proj.weight": gate, f"{p}mlp.up_proj.weight": up, f"{p}mlp.down_proj.weight": w.down,
-                  f"{p}input_layernorm.weight": w.input_norm, f"{p}post_attention_layernorm.weight": w.post_norm}
-    missing = model.load_state_dict(state, strict=False)
-    assert set(missing.missing_keys) <= {"lm_head.weight"} and not missing.unexpected_keys, missing
-    model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config, device=target.device)
-    return model.eval()
+class Peers:
+    """What else runs the same weights, warmed up (compiling takes most of a minute) and then timed beside our own rows."""
 
+    def __init__(self, target, draft: str, names: list, new: int, prompts: list, eagle: Optional[str], shapes: list) -> None:
+        self.device, self.target, self.new, self.rounds = target.device, target, new, {}
+        self.go: dict = {}
+        if "eager" in names or "static" in names:
+            both = loop_peers.transformers_runs(target, new)
+            self.go |= {k: v for k, v in both.items() if ("static" in k) == ("static" in names) or ("eager" in k and "eager" in names)}
+        if "compiled" in names:
+            self.go["transformers, compiled step in a bare loop"] = loop_peers.compiled_steps(target, max(map(len, prompts)) + new + 1)
+        if "safeailab" in names:
+            for k, depth, total in shapes:
+                model = loop_peers.safeailab_model(eagle, target, draft, (k, depth, total))
+                name = f"SafeAILab, k {k}, depth {depth}, {total} tokens"
+                self.go[name], self.rounds[name] = loop_peers.safeailab_run(model, self.device)
+        for name, go in list(self.go.items()):
+            start = time.perf_counter()
+            try:  # the longest first: a longer cache later would be compiled again
+                for ids in sorted(prompts, key=len, reverse=True)[:2]:
+                    go(ids, 8 if "eager" in name else new)
+            except Exception as e:  # a peer that does not run here is a row that says so
+                print(f"{name}: does not run: {type(e).__name__}: {str(e)[:300]}", flush=True)
+                del self.go[name]
+            print(f"{name}: warm after {time.perf_counter() - start:.1f} s", flush=True)
+        for rounds in self.rounds.values():
+            rounds.clear()
 
-def transformers_speed(target, prompts: list, new: int) -> list:
-    model, rows = transformers_model(target), []
-    sync = torch.cuda.synchronize if target.device.type == "cuda" else lambda: None
-    for name, count, kw in (("eager", 48, {}), ("static cache + compile", new, dict(cache_implementation="static"))):
-        def go(ids: list, n: int):
-            x = torch.tensor([ids], device=target.device)
-            return model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=2, **kw)[0, len(ids):].tolist()
-        for _ in range(2):
-            go(prompts[0], count)
-        sync()
-        start, texts = time.perf_counter(), []
-        for ids in prompts[:2]:
-            texts.append(go(ids, count))
-        sync()
-        rows.append(dict(provider=f"transformers {name}", tok_s=count * len(texts) / (time.perf_counter() - start)))
-        print(rows[-1], flush=True)
-    return rows
+    def rows(self, prompts: list) -> list:
+        rows = []
+        for name, go in self.go.items():
+            row = loop_peers.timed_runs(name, self.device, go, prompts, 48 if "eager" in name else self.new)
+            texts = row.pop("texts")
+            row["distinct"] = sum(distinct_ngram_ratio(t) for t in texts) / len(texts)
+            if self.rounds.get(name):
+                made, rounds = map(sum, zip(*self.rounds[name]))
+                row["tau"] = made / rounds
+            rows.append(row)
+            print(rows[-1], flush=True)
+        return rows
 
 
 def main() -> int:
@@ -134,11 +135,17 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=8)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--tree", default="off,chain-3,chain-5,tree-8,tree-20,auto")
-    parser.add_argument("--part", default="speed,equal,transformers")
+    parser.add_argument("--part", default="speed,equal")
+    parser.add_argument("--peers", default="", help="of eager, static, compiled, safeailab")
+    parser.add_argument("--eagle", metavar="CHECKOUT", help="of github.com/SafeAILab/EAGLE")
+    parser.add_argument("--peer-prompts", type=int, default=3)
+    parser.add_argument("--go", type=Path, help="measure when this file exists; FILE.ready is made after warming up")
     parser.add_argument("--equal-limit", type=int, default=2, help="prompts per set whose texts are compared")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if "safeailab" in args.peers.split(",") and not args.eagle:
+        parser.error("--peers safeailab needs --eagle")
     target = load_target(args.target, torch.bfloat16, args.device)
     draft = load_draft(args.draft, target, dtype=torch.bfloat16, device=args.device)
     sets = {k: v[:args.limit] for k, v in json.loads(args.prompts.read_text()).items()}
@@ -146,16 +153,28 @@ def main() -> int:
                                               date=time.strftime("%Y-%m-%d"), new=args.new)
     few = {k: v[:args.equal_limit] for k, v in sets.items()}
     compared = [s for s in shapes if s != "off"][:2]
+    same = [v[0] for v in sets.values()][:args.peer_prompts]
+    peers = Peers(target, args.draft, args.peers.split(","), args.new, same, args.eagle, [(6, 4, 20), (10, 6, 60)]) if args.peers else None
+    if args.go:  # another job may have the GPU until then
+        args.go.with_suffix(".ready").touch()
+        while not args.go.exists():
+            time.sleep(0.05)
+
+    def beside() -> list:
+        decoders = {s: GraphDecoder(target, None if s == "off" else draft, tree=s) for s in shapes}
+        for shape, decoder in decoders.items():
+            peers.go[f"fastverify {shape}"] = lambda ids, n, d=decoder: d.generate([ids], n, stop_ids=[]).tokens[0]
+            decoder.generate([same[0]], 64, stop_ids=[])
+        return peers.rows(same)
+
     parts = dict(speed=lambda: speed(target, draft, sets, shapes, args.new),
                  equal=lambda: equality(target, draft, few, compared, 128, False),
-                 exact=lambda: equality(target, draft, few, compared, 128, True),
-                 transformers=lambda: transformers_speed(target, [p for ps in sets.values() for p in ps][:2], args.new))
-    for name, run_part in parts.items():
-        if name in args.part.split(","):
-            with torch.inference_mode():
-                found[name] = run_part()
-            if args.json:  # at once: a run that is cut short keeps what it has
-                args.json.write_text(json.dumps(found, indent=1) + "\n")
+                 exact=lambda: equality(target, draft, few, compared, 128, True))
+    for name, run_part in [*((n, p) for n, p in parts.items() if n in args.part.split(",")), *([("peers", beside)] if peers else [])]:
+        with torch.inference_mode() if name != "peers" else torch.no_grad():
+            found[name] = run_part()
+        if args.json:  # at once: a run that is cut short keeps what it has
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

@@ -22,9 +22,13 @@ FV_HD constexpr int mla_split(int tile_rows) { return 8 / (tile_rows / 32); }
 FV_HD constexpr int64_t mla_scores_bytes(int tile_rows, int tile_tokens) {
     return static_cast<int64_t>(mla_split(tile_rows)) * tile_rows * (tile_tokens + 4) * 4;
 }
+// Where 64 rows of Q do not fit beside the ring, every warp keeps its share of their dims in registers.
+FV_HD constexpr bool mla_q_in_registers(int tile_rows, int tile_tokens) { return tile_rows == 64 && tile_tokens == 16; }
+
 // Shared memory without the prefix sums and words: Q, the ring, partial scores, weights, a factor per row.
 FV_HD constexpr int64_t mla_smem(int tile_rows, int tile_tokens, int stages) {
-    return static_cast<int64_t>(tile_rows + stages * tile_tokens) * kLatentRowBytes + mla_scores_bytes(tile_rows, tile_tokens) +
+    const int q_rows = mla_q_in_registers(tile_rows, tile_tokens) ? 0 : tile_rows;
+    return static_cast<int64_t>(q_rows + stages * tile_tokens) * kLatentRowBytes + mla_scores_bytes(tile_rows, tile_tokens) +
            tile_rows * tile_tokens * 2 + tile_rows * 8;
 }
 
@@ -38,9 +42,12 @@ FV_HD constexpr int64_t mla_wgmma_smem() {
     return (kMlaWgmmaRows + 2 * kMlaWgmmaTokens) * kLatentRowBytes + kMlaWgmmaRows * kMlaWgmmaTokens * 2 + 2 * kMlaWgmmaRows * 4 + kBlockWords;
 }
 
-// rows / batch is taken as nodes of a request. sm90: the device and the cache can take the sm_90a kernel;
+// Up to as many cache positions in all, 32 rows per tile where 64 need registers for Q: partial results half as large.
+constexpr int64_t kMlaShortPositions = 16384;
+
+// rows / batch is taken as nodes of a request; capacity: of a request's page table. sm90: the device and the cache can take the sm_90a kernel;
 // clusters: clusters_pay.
-FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int sms, int64_t max_smem, bool sm90 = false,
+FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int64_t capacity, int sms, int64_t max_smem, bool sm90 = false,
                            bool clusters = false) {
     MlaLaunch m{};
     const int64_t nodes = batch > 0 ? (rows + batch - 1) / batch : 0, room = max_smem - kBlockWords - prefix_bytes(batch);
@@ -58,15 +65,17 @@ FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int sms, 
         m.base.smem = prefix_bytes(batch) + mla_wgmma_smem();
         return m;
     }
-    const int tile = nodes * heads > 32 && mla_smem(64, 16, 3) <= room ? 64 : 32;
-    const int tokens = tile == 64 && mla_smem(tile, 32, 3) <= room ? 32 : 16;
+    const bool wide = mla_smem(64, 32, 3) <= room, few = nodes * heads <= 64 && batch * capacity <= kMlaShortPositions;
+    const int tile = nodes * heads > 32 && (wide || (mla_smem(64, 16, 3) <= room && !few)) ? 64 : 32;
+    const int tokens = tile == 64 && wide ? 32 : 16;
     int stages = 2;
     while (stages < kMaxStages && mla_smem(tile, tokens, stages + 1) <= room) ++stages;
     m.tile_tokens = tokens;
     m.base.tile_rows = tile;
     m.base.stages = stages;
     // the rows that a cluster merges take the place of Q and the ring
-    if (mla_staged_bytes(tile) <= (tile + stages * tokens) * kLatentRowBytes) m.base.cluster = cluster(tile);
+    const int q_rows = mla_q_in_registers(tile, tokens) ? 0 : tile;
+    if (mla_staged_bytes(tile) <= (q_rows + stages * tokens) * kLatentRowBytes) m.base.cluster = cluster(tile);
     m.base.smem = prefix_bytes(batch) + kBlockWords + mla_smem(tile, tokens, stages);
     return m;
 }

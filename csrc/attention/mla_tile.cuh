@@ -14,7 +14,9 @@ struct MlaTile {
     static constexpr int kSteps = kLatentDims / 16;              // of 16 dims
     static constexpr int kMt = kRows / 16, kNt = kTokens / 8;    // of values: all rows, 64 dims per warp; of scores: 32 rows
     static constexpr int kOt = kLatentOut / kWarps / 8;
-    static constexpr int kStage = kTokens * kLatentRowBytes, kQBytes = kRows * kLatentRowBytes;
+    static constexpr bool kQInRegisters = mla_q_in_registers(kRows, kTokens);
+    static constexpr int kStage = kTokens * kLatentRowBytes, kQBytes = kQInRegisters ? 0 : kRows * kLatentRowBytes;
+    static_assert(!kQInRegisters || kSteps % kSplit == 0);
     static constexpr int kScoreRow = kTokens + 4;                // floats: rows of 8 lanes in different banks
     static constexpr int kScoreBytes = static_cast<int>(mla_scores_bytes(kRows, kTokens)), kWeightBytes = kRows * kTokens * 2;
     static constexpr int kLoadTokens = kTokens / kWarps;         // tokens of a tile that a warp loads: 4 or 2

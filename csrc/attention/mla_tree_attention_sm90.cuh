@@ -177,6 +177,7 @@ struct MlaAttendWgmma {
         const int tiles = end > piece.begin ? (end - piece.begin + kTokens - 1) / kTokens : 0;
         int page = tiles > 0 ? find_page(piece, piece.begin) : -1;
         load_q(piece);
+        cp_async_commit();  // a group of its own: also a block without tokens waits for it
         top[0] = top[1] = -INFINITY;
         sum[0] = sum[1] = 0.0f;
 #pragma unroll

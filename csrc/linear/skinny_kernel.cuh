@@ -2,8 +2,10 @@
 // Product of a few rows with a weight, bf16, one block per 16 weight rows: eight warps share K in chunks of 32, each lane
 // loads 16 bytes of two weight rows per chunk and uses them as the left operand of two mma.m16n8k16 (K is permuted alike on
 // both sides), so that eight rows of x cost one instruction. Weights do not depend on the launch before: the first loads are
-// issued before the wait for it. The order of every sum depends on K alone: the result of a row has the same bits whatever
-// the number of rows beside it.
+// issued before the wait for it, and the norm's weight is multiplied into them there; what remains of RMSNorm is one factor per
+// row of x, whose squares are summed beside the products and which is applied to their sums. After the wait everything that
+// depends on it is on its way at once. The order of every sum depends on K alone: the result of a row has the same bits
+// whatever the number of rows beside it.
 #pragma once
 #include "algo/convert.h"
 #include "common/launch.h"
@@ -14,7 +16,8 @@ namespace fv::skinny {
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kTile = 16;        // weight rows of a block
 constexpr int kChunk = 32;       // of K, per warp and step
-constexpr int kAhead = 6;        // chunks of weights a warp has in flight
+constexpr int kAhead = 6;        // chunks of weights a warp has in flight,
+constexpr int kAheadShort = 3;   // and where K has no more: fewer registers, so that the blocks of more launches fit beside each other
 constexpr int kMaxTiles = 4;     // of eight rows of x
 constexpr int kStride = kTile + 1;
 
@@ -22,7 +25,7 @@ struct Params {
     const uint16_t* x;       // [R, K], rows x_row apart
     const uint16_t* weight;  // [N, K]
     const uint16_t* bias;    // [N] or null
-    const uint16_t* norm;    // [K] or null: x is normed first
+    const uint16_t* norm;    // [K] or null: of an RMSNorm of x
     int64_t x_row;
     int32_t rows, inner, outer;
     float eps;
@@ -36,12 +39,14 @@ __device__ __forceinline__ uint32_t pack(float a, float b) {
     return static_cast<uint32_t>(float_to_bf16(a)) | static_cast<uint32_t>(float_to_bf16(b)) << 16;
 }
 
-__device__ __forceinline__ uint32_t scaled(uint32_t x, uint32_t w, float r) {
+// Both halves of w times those of n, rounded to bf16.
+__device__ __forceinline__ uint32_t times(uint32_t w, uint32_t n) {
     float a, b, u, v;
-    unpack(x, a, b);
-    unpack(w, u, v);
-    return pack(a * r * u, b * r * v);
+    unpack(w, a, b);
+    unpack(n, u, v);
+    return pack(a * u, b * v);
 }
+__device__ __forceinline__ uint4 times(uint4 w, uint4 n) { return {times(w.x, n.x), times(w.y, n.y), times(w.z, n.z), times(w.w, n.w)}; }
 
 __device__ __forceinline__ float squares(uint32_t x) {
     float a, b;
@@ -49,10 +54,13 @@ __device__ __forceinline__ float squares(uint32_t x) {
     return a * a + b * b;
 }
 
-// kTiles groups of eight rows. Epilogue: rows(tile, n, low, high) names the weight rows low..low+7 and high..high+7 of a
-// block; store(args, row, tile, i, a, b) takes the products of weight rows low + i and high + i.
-template <int kTiles, class Epilogue>
-__global__ void __launch_bounds__(kThreads) skinny_kernel(const __grid_constant__ Params p, const __grid_constant__ Epilogue epilogue) {
+// kTiles groups of eight rows. Epilogue: rows(tile, low, high) names the weight rows low..low+7 and high..high+7 of a block;
+// early(row, tile, low) loads what store needs besides the products (after the wait, before them); store(early, row, tile, low,
+// high, a, b) takes the products of weight rows low and high.
+template <int kTiles, int kAhead, class Epilogue>
+__global__ void __launch_bounds__(kThreads, kAhead == kAheadShort ? 3 : 2) skinny_kernel(const __grid_constant__ Params p, const __grid_constant__ Epilogue epilogue) {
+    constexpr int kStep = kTiles == 1 ? kAhead : kTiles == 2 ? 2 : 1;  // chunks whose x is in flight; registers bound it
+    static_assert(8 * kMaxTiles * 8 <= kThreads, "a thread stores one pair at most");
     __shared__ float sums[kWarps][8 * kTiles * kStride];
     __shared__ float part[kWarps][8 * kTiles];
     allow_next_launch();
@@ -72,59 +80,55 @@ __global__ void __launch_bounds__(kThreads) skinny_kernel(const __grid_constant_
                 a_high[j] = load_streaming_16(w_high + chunk * kChunk);
             }
         }
-    };
-    load(warp);
-    wait_for_previous_launch();
-
-    auto x_at = [&](int t, int chunk) -> uint4 {  // eight values of row 8 t + g
-        const int row = first + 8 * t + g;
-        if (row >= p.rows) return make_uint4(0, 0, 0, 0);
-        return *reinterpret_cast<const uint4*>(p.x + row * p.x_row + chunk * kChunk + c * 8);
-    };
-    float rms[kTiles];
-    if (p.norm) {
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) rms[t] = 0.0f;
-        for (int chunk = warp; chunk < chunks; chunk += kWarps) {
-#pragma unroll
-            for (int t = 0; t < kTiles; ++t) {
-                const uint4 v = x_at(t, chunk);
-                rms[t] += (squares(v.x) + squares(v.y)) + (squares(v.z) + squares(v.w));
-            }
-        }
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-            rms[t] += __shfl_xor_sync(0xffffffffu, rms[t], 1);
-            rms[t] += __shfl_xor_sync(0xffffffffu, rms[t], 2);
-            if (c == 0) part[warp][8 * t + g] = rms[t];
-        }
-        __syncthreads();
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int w = 0; w < kWarps; ++w) sum += part[w][8 * t + g];
-            rms[t] = 1.0f / sqrtf(sum / static_cast<float>(p.inner) + p.eps);
-        }
-    }
-
-    float acc[kTiles][4] = {};
-    for (int begin = warp; begin < chunks; begin += kWarps * kAhead) {
-        if (begin != warp) load(begin);
+        if (!p.norm) return;
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) {
             const int chunk = begin + kWarps * j;
-            if (chunk >= chunks) break;
-            uint4 n;
-            if (p.norm) n = *reinterpret_cast<const uint4*>(p.norm + chunk * kChunk + c * 8);
-            const uint32_t step0[4] = {a_low[j].x, a_high[j].x, a_low[j].y, a_high[j].y};
-            const uint32_t step1[4] = {a_low[j].z, a_high[j].z, a_low[j].w, a_high[j].w};
+            if (chunk < chunks) {
+                const uint4 n = *reinterpret_cast<const uint4*>(p.norm + chunk * kChunk + c * 8);
+                a_low[j] = times(a_low[j], n);
+                a_high[j] = times(a_high[j], n);
+            }
+        }
+    };
+    load(warp);
+    const int row = static_cast<int>(threadIdx.x) / 8, pair = static_cast<int>(threadIdx.x) % 8;  // what this thread stores
+    const bool stores = row < 8 * kTiles && first + row < p.rows;
+    float bias_low = 0.0f, bias_high = 0.0f;
+    if (p.bias) bias_low = bf16_to_float(p.bias[low + pair]), bias_high = bf16_to_float(p.bias[high + pair]);
+    wait_for_previous_launch();
+
+    auto x_at = [&](int t, int chunk) -> uint4 {  // eight values of row 8 t + g
+        const int at = first + 8 * t + g;
+        if (at >= p.rows || chunk >= chunks) return make_uint4(0, 0, 0, 0);
+        return __ldcg(reinterpret_cast<const uint4*>(p.x + at * p.x_row + chunk * kChunk + c * 8));  // not what an L1 may still hold
+    };
+    typename Epilogue::Early early = {};
+    if (warp >= chunks && stores) early = epilogue.early(first + row, tile, low + pair);  // this warp has no share of the sums
+    float acc[kTiles][4] = {}, square[kTiles] = {};
+    for (int begin = warp; begin < chunks; begin += kWarps * kAhead) {
+        if (begin != warp) load(begin);
 #pragma unroll
-            for (int t = 0; t < kTiles; ++t) {
-                uint4 v = x_at(t, chunk);
-                if (p.norm) v = make_uint4(scaled(v.x, n.x, rms[t]), scaled(v.y, n.y, rms[t]), scaled(v.z, n.z, rms[t]), scaled(v.w, n.w, rms[t]));
-                mma_16816_bf16(acc[t], step0, v.x, v.y);
-                mma_16816_bf16(acc[t], step1, v.z, v.w);
+        for (int j0 = 0; j0 < kAhead; j0 += kStep) {
+            uint4 x[kStep][kTiles];
+#pragma unroll
+            for (int j = 0; j < kStep; ++j) {
+#pragma unroll
+                for (int t = 0; t < kTiles; ++t) x[j][t] = x_at(t, begin + kWarps * (j0 + j));
+            }
+            if (j0 == 0 && begin == warp && stores) early = epilogue.early(first + row, tile, low + pair);
+#pragma unroll
+            for (int j = 0; j < kStep; ++j) {
+                if (begin + kWarps * (j0 + j) >= chunks) break;
+                const uint4 lo = a_low[j0 + j], hi = a_high[j0 + j];
+                const uint32_t step0[4] = {lo.x, hi.x, lo.y, hi.y}, step1[4] = {lo.z, hi.z, lo.w, hi.w};
+#pragma unroll
+                for (int t = 0; t < kTiles; ++t) {
+                    const uint4 v = x[j][t];
+                    mma_16816_bf16(acc[t], step0, v.x, v.y);
+                    mma_16816_bf16(acc[t], step1, v.z, v.w);
+                    if (p.norm) square[t] += (squares(v.x) + squares(v.y)) + (squares(v.z) + squares(v.w));
+                }
             }
         }
     }
@@ -135,30 +139,37 @@ __global__ void __launch_bounds__(kThreads) skinny_kernel(const __grid_constant_
         at[kStride] = acc[t][1];
         at[8] = acc[t][2];
         at[kStride + 8] = acc[t][3];
+        if (!p.norm) continue;
+        square[t] += __shfl_xor_sync(0xffffffffu, square[t], 1);
+        square[t] += __shfl_xor_sync(0xffffffffu, square[t], 2);
+        if (c == 0) part[warp][8 * t + g] = square[t];
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < 8 * kTiles * 8; i += kThreads) {
-        const int row = i / 8, pair = i % 8;
-        if (first + row >= p.rows) break;
-        float a = 0.0f, b = 0.0f;
+    if (!stores) return;
+    float a = 0.0f, b = 0.0f;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
-            a += sums[w][row * kStride + pair];
-            b += sums[w][row * kStride + pair + 8];
-        }
-        if (p.bias) {
-            a += bf16_to_float(p.bias[low + pair]);
-            b += bf16_to_float(p.bias[high + pair]);
-        }
-        epilogue.store(first + row, tile, low + pair, high + pair, a, b);
+    for (int w = 0; w < kWarps; ++w) {
+        a += sums[w][row * kStride + pair];
+        b += sums[w][row * kStride + pair + 8];
     }
+    if (p.norm) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) sum += part[w][row];
+        const float factor = 1.0f / sqrtf(sum / static_cast<float>(p.inner) + p.eps);
+        a *= factor;
+        b *= factor;
+    }
+    epilogue.store(early, first + row, tile, low + pair, high + pair, a + bias_low, b + bias_high);
 }
 
 template <class Epilogue>
 void run_skinny(const Launch& launch, const Params& p, const Epilogue& epilogue) {
+    const bool short_k = p.inner <= kAheadShort * kWarps * kChunk;
     const dim3 grid(static_cast<unsigned>(p.outer / kTile), static_cast<unsigned>(ceil_div(p.rows, 8 * kMaxTiles)));
-    const auto kernel = p.rows <= 8 ? skinny_kernel<1, Epilogue> : p.rows <= 16 ? skinny_kernel<2, Epilogue>
-                      : p.rows <= 24 ? skinny_kernel<3, Epilogue> : skinny_kernel<4, Epilogue>;
+    const auto kernel = p.rows <= 8 && short_k ? skinny_kernel<1, kAheadShort, Epilogue> : p.rows <= 8 ? skinny_kernel<1, kAhead, Epilogue>
+                      : p.rows <= 16 ? skinny_kernel<2, kAhead, Epilogue> : p.rows <= 24 ? skinny_kernel<3, kAhead, Epilogue>
+                      : skinny_kernel<4, kAhead, Epilogue>;
     launch.run_overlapped(kernel, grid, dim3(kThreads), 0, p, epilogue);
 }
 

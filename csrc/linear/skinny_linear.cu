@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // skinny_linear on CUDA: RMSNorm, product, and what follows it in one launch (linear/skinny_kernel.cuh). For models so small
 // that a launch costs more than the weights it reads. Cost: N * K * 2 bytes, one launch. Graph-safe.
-// Instantiations: 8, 16, 24, 32 rows x {plain, add, silu-mul}.
+// Instantiations: 8 (short and long K), 16, 24, 32 rows x {plain, add}; silu-mul: skinny_linear_silu.cu.
 #include <torch/csrc/stable/library.h>
 
 #include "linear/skinny_args.h"
@@ -9,31 +9,30 @@
 
 namespace fv {
 namespace skinny {
+
+void run_silu_mul(const Launch& launch, const Params& p, uint16_t* out, int64_t row_stride);  // skinny_linear_silu.cu
+
 namespace {
 
 struct Plain {
     uint16_t* out;
     int64_t row_stride;
+    struct Early {};
     __device__ void rows(int tile, int& low, int& high) const { low = tile * kTile, high = low + 8; }
-    __device__ void store(int row, int, int low, int high, float a, float b) const {
+    __device__ Early early(int, int, int) const { return {}; }
+    __device__ void store(Early, int row, int, int low, int high, float a, float b) const {
         out[row * row_stride + low] = float_to_bf16(a);
         out[row * row_stride + high] = float_to_bf16(b);
     }
 };
 
 struct Add : Plain {
-    __device__ void store(int row, int tile, int low, int high, float a, float b) const {
-        Plain::store(row, tile, low, high, a + bf16_to_float(out[row * row_stride + low]), b + bf16_to_float(out[row * row_stride + high]));
-    }
-};
-
-struct SiluMul {
-    uint16_t* out;
-    int64_t row_stride;
-    int32_t half;
-    __device__ void rows(int tile, int& low, int& high) const { low = tile * 8, high = half + low; }
-    __device__ void store(int row, int, int low, int, float a, float b) const {
-        out[row * row_stride + low] = float_to_bf16(a / (1.0f + expf(-a)) * b);
+    struct Early {
+        uint16_t low, high;  // of out as it was
+    };
+    __device__ Early early(int row, int, int low) const { return {__ldcg(out + row * row_stride + low), __ldcg(out + row * row_stride + low + 8)}; }
+    __device__ void store(Early old, int row, int tile, int low, int high, float a, float b) const {
+        Plain::store({}, row, tile, low, high, a + bf16_to_float(old.low), b + bf16_to_float(old.high));
     }
 };
 
@@ -46,7 +45,7 @@ void skinny_linear_cuda(const Tensor x, const Tensor weight, const OptTensor bia
     uint16_t* to = mptr<uint16_t>(out);
     if (kind == kSkinnyPlain) run_skinny(launch, p, Plain{to, out.stride(0)});
     else if (kind == kSkinnyAdd) run_skinny(launch, p, Add{{to, out.stride(0)}});
-    else run_skinny(launch, p, SiluMul{to, out.stride(0), static_cast<int32_t>(s.outer / 2)});
+    else run_silu_mul(launch, p, to, out.stride(0));
 }
 
 }  // namespace

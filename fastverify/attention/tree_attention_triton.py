@@ -47,7 +47,7 @@ def choose(nodes: int, group: int, head_dim: int, item: int, kv_heads: int, sms:
         block_m = 64  # half empty, but a wgmma tile
     per_sm = 1 if block_m > 64 or max_smem < 160 * 1024 else 2
     room = max_smem // per_sm - block_m * block_d * item - 1024
-    block_n, step = 32 if rows == block_m == 64 and tall == 128 else 64, 2 * block_d * item
+    block_n, step = 32 if block_m == 64 and tall == 128 else 64, 2 * block_d * item
     if item == 4:  # float32 products are unrolled: large ones take long to compile and spill
         block_n = 16 if block_d > 64 else 32
     while block_n > 16 and 2 * block_n * step > room:

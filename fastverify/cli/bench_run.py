@@ -17,7 +17,7 @@ from .bench_tables import by_op, read_rows
 
 AXES = ("batch", "nodes", "vocab", "prefix", "hidden", "rows", "top")  # as benchmarks/harness.py has them
 PASSED = ("device", "repeats", "only")
-UNKNOWN_ROWS = 8  # of an op that no stored result has
+UNKNOWN_ROWS, ROW_SECONDS = 8, 0.4  # of an op that no stored result has; of a row that does not say
 # provider -> (distribution, what to do without it)
 PROVIDERS = {
     "fastverify, CUDA": ("", "build on a machine with nvcc, run on a GPU"),
@@ -52,11 +52,11 @@ class Script:
 
 
 def scripts(root: Path, gpus: int) -> list:
-    """Every bench_<op>.py of a stage; `step` and `loop` have commands of their own."""
+    """Every bench_<op>.py of a stage, the step last; `loop` has a command of its own."""
     found = []
-    for path in sorted(root.glob("*/bench_*.py")):
+    for path in sorted(root.glob("*/bench_*.py"), key=lambda p: (p.parent.name == "step", p)):
         stage, op = path.parent.name, path.stem.removeprefix("bench_")
-        if stage in ("loop", "step", "host"):
+        if stage in ("loop", "host"):
             continue
         script = Script(op, stage, path)
         if stage == "comm":
@@ -104,11 +104,14 @@ def providers() -> list:
 
 
 def expected(results: Path, device_type: str) -> dict:
-    """op -> rows of the newest stored result of this kind of device: what the time left is estimated from."""
+    """script -> (rows, seconds) of its newest stored result on this kind of device: what the time left is estimated from."""
     counts: dict = {}
     for path in sorted(results.glob("*-????-??-??.json")):
         rows = [r for r in json.loads(path.read_text()).get("rows", ()) if r.get("device_type") == device_type and "op" in r]
-        counts |= {op: len(mine) for op, mine in by_op(rows).items()}
+        scripts: dict = {}
+        for op, mine in by_op(rows).items():
+            scripts.setdefault(op.split(".")[0], []).extend(mine)  # sglang.<kernel>: one script
+        counts |= {name: (len(mine), sum(r.get("seconds") or ROW_SECONDS for r in mine)) for name, mine in scripts.items()}
     return counts
 
 
@@ -129,22 +132,21 @@ def run(chosen_scripts: list, flags: list, progress: Callable, quick: bool = Fal
 
     ahead: the next script's process imports torch while this one measures, and waits for its turn (on a CPU it would disturb it).
     """
-    counts = counts or {}
-    weights = [counts.get(s.op, UNKNOWN_ROWS) for s in chosen_scripts]
-    total, before = sum(weights) or 1, 0
+    plans = [(counts or {}).get(s.op, (UNKNOWN_ROWS, UNKNOWN_ROWS * ROW_SECONDS)) for s in chosen_scripts]
+    total, before = sum(seconds for _, seconds in plans) or 1, 0.0
     waiting: dict = {}
     start = lambda script, wait: _Process(script, [*flags, *script.flags, *(["--quick"] if quick else [])], wait)  # noqa: E731
     try:
-        for i, (script, weight) in enumerate(zip(chosen_scripts, weights)):
+        for i, (script, (wanted, seconds)) in enumerate(zip(chosen_scripts, plans)):
             def update(rows: int) -> None:
-                progress((before + min(rows, weight)) / total, script.op)  # noqa: B023 (called in this turn)
+                progress((before + min(rows / wanted, 1) * seconds) / total, script.op)  # noqa: B023 (called in this turn)
             update(0)
             process = waiting.pop(i, None) or start(script, False)
             process.go()
             if ahead and i + 1 < len(chosen_scripts) and chosen_scripts[i + 1].stage != "comm":  # its ranks are processes of their own
                 waiting[i + 1] = start(chosen_scripts[i + 1], True)
             yield process.outcome(update, limit)
-            before += weight
+            before += seconds
     finally:
         for process in waiting.values():
             process.stop()

@@ -6,6 +6,7 @@ from typing import Callable
 import torch
 
 from .. import _ops, reference
+from ..accept.lm_head_verify_tree import lm_head_verify_tree_workspace
 from ..accept.verify_tree_partials import FILTER_ROUNDS, STATE_WORDS, partial_words
 from ..reference.accept import verify_margin
 from ..tree import DraftState, Prepared, Tree
@@ -287,8 +288,9 @@ def lm_head_verify_tree(device: str, rng) -> int:
         case = verify_case(rng, **kind)
         rows, vocab = case.pop("logits").shape
         head = dict(hidden=torch.randn(rows, 24, generator=rng), weight=torch.randn(vocab, 24, generator=rng) / 2)
+        space = dict(workspace=lm_head_verify_tree_workspace(rows, vocab, device)) if device.startswith("cuda") else {}
         want, clear = verify_oracle(dict(case, logits=head["hidden"].double() @ head["weight"].double().T))
-        same(call("lm_head_verify_tree", device, dict(case, **head)), want, dict(logprobs=1e-4), clear)
+        same(call("lm_head_verify_tree", device, dict(case, **head, **space)), want, dict(logprobs=1e-4), clear)
     return len(KINDS)
 
 

@@ -31,10 +31,16 @@ def add_model(parser: argparse.ArgumentParser, several_drafts: bool = False) -> 
     else:
         g.add_argument("--draft", metavar="PATH|ngram|none", help=f"{what} (default: the shipped EAGLE-3 draft where it fits "
                        "the target, else ngram)")
+        g.add_argument("--dummy", metavar="NAME", help="random weights in the shapes of NAME (llama-3-8b, qwen3-32b-tp8-shard, "
+                       "smollm2-135m, tiny), draft and target: for timing, never for text")
+        g.add_argument("--acceptance", type=float, metavar="P",
+                       help="with --dummy: a drafted child is right this often, by decree (default 0.6)")
     g.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                    help="auto: cuda if every op of the step has a kernel there")
     g.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"),
                    help="of weights and KV cache (default: float32)")
+    g.add_argument("--weights", default="same", choices=("same", "fp8"),
+                   help="fp8: the target's matrices in float8 with a scale per row, half the bytes (default: as --dtype says)")
     g.add_argument("--exact", action="store_true",
                    help="the text with speculation is the text without, bit for bit, in bfloat16 too (slower)")
     g.add_argument("--coupled", default="auto", choices=("auto", "off"),
@@ -73,6 +79,12 @@ def check_run(command: str, args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if not valid(value):
             raise ValueError(f"{command}: {name} must be {must}; got {value}. Fix: change --{name.replace('_', '-')}.")
+    dummy, acceptance = getattr(args, "dummy", None), getattr(args, "acceptance", None)
+    if acceptance is not None and (dummy is None or not 0 <= acceptance <= 1):
+        raise ValueError(f"{command}: acceptance must be in [0, 1] and go with --dummy; got {acceptance}"
+                         f"{'' if dummy else ' without --dummy'}. Fix: change --acceptance.")
+    if dummy is not None and (args.target is not None or args.draft not in (None, "none")):
+        raise ValueError(f"{command}: --dummy must go without a model; got --target or --draft. Fix: leave one of the two out.")
     if args.threads is not None and not 1 <= args.threads <= 1024:
         raise ValueError(f"{command}: threads must be in 1..1024; got {args.threads}. Fix: change --threads.")
 

@@ -38,6 +38,7 @@ class Session:
     notes: list
     exact: bool = False
     coupled: bool = True
+    hook: Any = None  # of a dummy: its imposed acceptance
 
     def decoder(self, tree: str) -> Decoder:
         """A decoder for one shape name; an n-gram drafter drafts as many nodes as the shape holds."""
@@ -46,8 +47,8 @@ class Session:
             matches = 1 if tree.startswith("chain") else 4
             draft = NgramDrafter(num_draft=parse_shape(tree).nodes - 1, num_matches=matches)
         captured = self.device.type == "cuda" and self.target.comm is None and _ops.has_kernel("next_inputs", "cuda")
-        if (captured or self.exact) and not isinstance(draft, NgramDrafter):
-            return GraphDecoder(self.target, draft, tree=tree, exact=self.exact, coupled=self.coupled)
+        if (captured or self.exact or self.hook) and not isinstance(draft, NgramDrafter):
+            return GraphDecoder(self.target, draft, tree=tree, exact=self.exact, coupled=self.coupled, hook=self.hook)
         if self.exact:
             raise ValueError("exact: the drafter must be an EAGLE-3 draft or none; got n-gram lookup. Fix: leave --exact out.")
         return Decoder(self.target, draft, tree=tree, coupled=self.coupled)
@@ -82,14 +83,42 @@ def open_session(command: str, args: argparse.Namespace, out: Output, with_token
         torch.set_num_threads(args.threads)
     notes: list = []
     device = local_device(_device(command, args.device, notes))
-    path = _target_path(command, args.target)
     dtype = getattr(torch, args.dtype)
+    if getattr(args, "dummy", None):
+        return _dummy(command, args, out, device, dtype, notes, with_tokenizer, drafts)
+    path = _target_path(command, args.target)
     with out.status("loading the models"):
         tokenizer = load_tokenizer(path) if with_tokenizer else None
         target = load_target(path, dtype, device)
+        _weights(target, args, notes)
         draft, name = _draft(args.draft, target, dtype, device, notes) if drafts else (None, "none")
     return Session(target, draft, tokenizer, str(path), name, device, notes, getattr(args, "exact", False),
                    getattr(args, "coupled", "auto") == "auto")
+
+
+def _weights(target, args: argparse.Namespace, notes: list) -> None:
+    if args.weights == "fp8":
+        from ..models.fp8 import to_fp8
+        to_fp8(target)
+        notes.append("weights: the target's matrices are rounded to float8, so its text is not the unrounded model's")
+
+
+def _dummy(command: str, args: argparse.Namespace, out: Output, device: torch.device, dtype: torch.dtype, notes: list,
+           with_tokenizer: bool, drafts: bool) -> Session:
+    """A session of random weights; its name and its notes say so."""
+    from ..models.dummy import ImposedAcceptance, dummy_draft, dummy_target, label
+    if with_tokenizer:
+        raise ValueError(f"{command}: --dummy must have token ids, it knows no words; got text. Fix: pass --token-ids, or prompts with "
+                         "token_ids.")
+    rate = 0.6 if args.acceptance is None else args.acceptance
+    with out.status("making random weights"):
+        target = dummy_target(args.dummy, dtype, device)
+        draft = dummy_draft(target) if drafts else None
+        _weights(target, args, notes)
+    name = label(args.dummy, rate if drafts else None)
+    notes.append(f"{name}: times only, the text means nothing")
+    return Session(target, draft, None, name, name if drafts else "none", device, notes, args.exact, args.coupled == "auto",
+                   ImposedAcceptance(rate) if drafts else None)
 
 
 def _target_path(command: str, given: Optional[str]) -> Path:

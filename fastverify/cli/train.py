@@ -45,6 +45,9 @@ def add_parser(commands) -> argparse.ArgumentParser:
     g.add_argument("--replies", metavar="FILE", help="work/replies.npz of an earlier run, instead of --prompts")
     g.add_argument("--max-new-tokens", type=int, metavar="N", help="of a reply (default 384)")
     g.add_argument("--samples", type=int, metavar="N", help="sampled replies a prompt beside the greedy one (default 2)")
+    g.add_argument("--temperatures", type=float, nargs=2, metavar="T",
+                   help="sampled replies use one between these two (default 0.7 1.0); twice the one you serve at, for that one alone")
+    g.add_argument("--min-p", type=float, metavar="P", help="cut of sampled replies; 0: none, as plain sampling (default 0.05)")
     g.add_argument("--generate-batch", type=int, metavar="N", help="prompts answered at once (default 2048)")
     g.add_argument("--generate-seconds", type=float, metavar="S", help="stop generating after so long and train on what there is")
     g.add_argument("--held", type=float, metavar="SHARE", help="prompts kept for held-out figures (default 0.01)")
@@ -120,7 +123,8 @@ def _check(args: argparse.Namespace) -> None:
     at_least_1 = ("steps", "batch", "ttt", "ttt_late", "max_new_tokens", "generate_batch", "draft_vocab_size", "eval_every")
     rules = {name: (lambda v: v >= 1, "at least 1") for name in at_least_1}
     rules |= {name: (lambda v: v >= 0, "0 or more") for name in ("samples", "warmup", "acceptance_loss", "cache_gb")}
-    rules |= {name: (lambda v: 0 <= v <= 1, "in [0, 1]") for name in ("coverage", "acceptance_from")}
+    rules |= {name: (lambda v: 0 <= v <= 1, "in [0, 1]") for name in ("coverage", "acceptance_from", "min_p")}
+    rules["temperatures"] = (lambda v: 0 < v[0] <= v[1] < math.inf, "two numbers above 0 in rising order")
     rules |= {name: (lambda v: 0 < v < math.inf, "above 0") for name in ("lr", "head_lr", "seconds", "generate_seconds", "save_seconds")}
     rules |= {"row": (lambda v: v >= 16, "at least 16"), "held": (lambda v: 0 <= v < 1, "in [0, 1)"),
               "ema": (lambda v: 0 <= v < 1, "in [0, 1)"), "seed": (lambda v: 0 <= v < 2**31, "in 0..2^31 - 1")}
@@ -139,7 +143,7 @@ def _job(args: argparse.Namespace):
                             if getattr(args, name.replace("-", "_")) is not None})
     if args.ttt and not args.ttt_late:
         config.ttt_late = max(config.ttt, 1)
-    names = ("prompts", "replies", "init", "aux_convention", "max_new_tokens", "samples", "generate_batch", "generate_seconds",
+    names = ("prompts", "replies", "init", "aux_convention", "max_new_tokens", "samples", "temperatures", "min_p", "generate_batch", "generate_seconds",
              "held", "draft_vocab_size", "coverage", "dtype")
     given = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
     return Job(args.target, args.out, remap=bool(args.remap_vocab), config=config, **given)

@@ -6,6 +6,7 @@ ring, and does admission, prefill, cancellation and the choice of the next shape
 capture (CPU tensors, or capture=False) the same cycles run eagerly and give the same tokens.
 """
 
+import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -289,10 +290,25 @@ class GraphLoop:
         return cycle
 
     def _captured(self, part: Callable) -> "torch.cuda.CUDAGraph":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):  # NCCL's threads go on meanwhile
-            part()
+        before, graph = torch.cuda.current_stream(self.device), torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):  # NCCL's threads go on meanwhile
+                part()
+        except BaseException:
+            self._abandon(graph)
+            torch.cuda.set_stream(before)
+            raise
         return graph
+
+    def _abandon(self, graph: "torch.cuda.CUDAGraph") -> None:
+        """After a capture that was lost, or left half way, torch's stream and allocator are still in it: ends that. The next capture takes
+        another pool."""
+        with contextlib.suppress(RuntimeError):
+            if torch.cuda.is_current_stream_capturing():
+                graph.capture_end()
+        with contextlib.suppress(AttributeError, RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._memory)
+        self._memory = torch.cuda.graph_pool_handle()
 
     def _time(self, run: Callable) -> float:
         """Milliseconds of one cycle in the calibration state."""

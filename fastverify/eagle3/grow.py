@@ -20,6 +20,9 @@ from ..tree import Coupling, DraftState, Prepared, Tree, build_tree, draft_topk,
 from .draft import Eagle3Draft
 
 
+FADE = 0.92  # of a coupled row's sharpness, per level: what the draft says of later tokens is worth less (docs/algorithm.md, "Scores")
+
+
 class GrowBuffers(NamedTuple):
     """Everything a draft phase writes, allocated once; state and tree hold the results."""
 
@@ -65,7 +68,8 @@ def grow_levels(draft: Eagle3Draft, cache: KVCache, last_hidden: torch.Tensor, p
     last_hidden  [B, H] of extend
     prefix_len   int32 [B]: pairs in the draft's cache (also the target's committed tokens, which position the verify tree)
     page_table   int32 [B, P]: must reach prefix_len + (levels - 1) * k tokens
-    coupling     children are ranked with the noise that the target's tokens will be drawn with (sampled requests)
+    coupling     children are ranked with the noise that the target's tokens will be drawn with (sampled requests); its sharpness
+                 is that of level 0, and FADE times as much with every level
     """
     state, k = buffers.state, buffers.first[0].size(1)
     draft_topk(draft.logits(last_hidden), d2t=draft.d2t, values=buffers.first[0], tokens=buffers.first[1], coupling=coupling)
@@ -77,9 +81,13 @@ def grow_levels(draft: Eagle3Draft, cache: KVCache, last_hidden: torch.Tensor, p
                              page_table, state.mask, row_base, buffers.prepared.schedule)
         h2 = draft.forward(batch, state.next_hidden, cache)
         draft_topk(draft.logits(h2), d2t=draft.d2t, cu_nodes=state.cu_nodes, values=buffers.beam[0], tokens=buffers.beam[1],
-                   coupling=coupling, level=level)
+                   coupling=_faded(coupling, level), level=level)
         grow_tree(*buffers.beam, h2, prefix_len, active, state, level)
     return state
+
+
+def _faded(coupling: Optional[Coupling], level: int) -> Optional[Coupling]:
+    return coupling and coupling._replace(sharpness=coupling.sharpness * FADE ** level)
 
 
 def draft_tree(draft: Eagle3Draft, cache: KVCache, last_hidden: torch.Tensor, root_tokens: torch.Tensor,

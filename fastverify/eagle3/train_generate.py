@@ -90,7 +90,8 @@ class Generator:
         if not sampled:
             return x.argmax(-1)
         x = x * s["inv_t"][:, None]
-        x = x.masked_fill_(x < x.amax(-1, keepdim=True) + float(np.log(self.min_p)), float("-inf"))
+        if self.min_p:
+            x = x.masked_fill_(x < x.amax(-1, keepdim=True) + float(np.log(self.min_p)), float("-inf"))
         return (x - torch.empty_like(x).exponential_().log_()).argmax(-1)
 
     def _step(self, s: dict, attend: int, sampled: bool) -> None:
@@ -255,15 +256,16 @@ class Generator:
 
 
 def conversations(gen: Generator, prompts: Prompts, max_new: int, greedy: bool, seed: int, deadline: float = float("inf"),
-                  max_repeat: float = 0.3, order: np.ndarray | None = None, log: Callable = print) -> Replies:
+                  max_repeat: float = 0.3, order: np.ndarray | None = None, log: Callable = print,
+                  temperatures: tuple = (0.7, 1.0)) -> Replies:
     """Generate reply 1 (and reply 2 where a follow-up exists) for every prompt, dropping loops.
 
-    ``order`` limits the run to some prompts. Sampled replies use a temperature of 0.7 to 1.0 per prompt. A function of its
-    arguments alone (a deadline apart): the random state is set from ``seed``."""
+    ``order`` limits the run to some prompts. Sampled replies use one temperature per prompt, uniform in ``temperatures``. A
+    function of its arguments alone (a deadline apart): the random state is set from ``seed``."""
     order = np.arange(len(prompts.first)) if order is None else order
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
-    temps = None if greedy else rng.uniform(0.7, 1.0, len(order)).astype(np.float32)
+    temps = None if greedy else rng.uniform(*temperatures, len(order)).astype(np.float32)
     first = gen.many([prompts.first[i] for i in order], max_new, temps, deadline, log)
     ids, asst, kept, second = [], [], [], []
     for k, i in enumerate(order):

@@ -34,7 +34,7 @@ class Job:
     """Everything a run is told; kept in OUT/work/settings.json.
 
     prompts | replies  files of prompts (train_input.read_training_prompts), or replies of an earlier run (work/replies.npz)
-    samples            sampled passes over the prompts after the greedy one
+    samples            sampled passes over the prompts after the greedy one, at temperatures between the two given, after a cut at min_p
     draft_vocab_size   ids of the draft, or None: as many as hold `coverage` of the generated tokens
     init, remap        the draft to start from, and whether it gets a new vocabulary
     dtype              of the target and of the export: "auto" is bfloat16 on a GPU, float32 on a CPU
@@ -49,6 +49,8 @@ class Job:
     aux_convention: Optional[str] = None
     max_new_tokens: int = 384
     samples: int = 2
+    temperatures: tuple = (0.7, 1.0)
+    min_p: float = 0.05
     generate_batch: int = 2048
     generate_seconds: float = float("inf")
     held: float = 0.01
@@ -171,7 +173,7 @@ def _replies(job: Job, target: TargetLlama, tokenizer: Any, world: World, ui: An
     room = job.config.row - 2
     prompts = read_training_prompts(job.prompts, tokenizer, job.held, room, target.config.vocab_size)
     eos = sorted({*target.eos_ids, *(tokenizer.eos_ids if tokenizer else ())})
-    gen = Generator(target, eos or [-1], job.generate_batch, seed=job.config.seed)
+    gen = Generator(target, eos or [-1], job.generate_batch, job.min_p, job.config.seed)
     deadline, names = time.time() + job.generate_seconds, []
     for n in range(1 + job.samples):
         part = job.work / f"replies-{n}-{world.rank}.npz"
@@ -191,7 +193,7 @@ def _replies(job: Job, target: TargetLlama, tokenizer: Any, world: World, ui: An
                         ui.note(f"pass {n + 1} of {1 + job.samples}: {text}")
 
                 conversations(gen, prompts, job.max_new_tokens, n == 0, job.config.seed + n, deadline, order=order,
-                              log=log).save(str(part))
+                              log=log, temperatures=tuple(job.temperatures)).save(str(part))
         if world.any(time.time() > deadline):
             break
     world.barrier()

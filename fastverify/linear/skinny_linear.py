@@ -17,7 +17,8 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, *, bias: Optional[torch
     """out = f(RMSNorm(x) @ weight.T + bias), fp32 sums, rounded once.
 
     x [R, K], weight [N, K] (K a multiple of 32, N of 16), bias [N]; one dtype, bfloat16 on CUDA, any float on the CPU.
-    norm [K]: x is normed first and rounded, as a kernel of its own would leave it; None: x as it is.
+    norm [K]: of an RMSNorm of x. On CUDA it is multiplied into the weight, rounded there, and the factor of a row of x is applied to
+          its sums; on the CPU x is normed first and rounded. None: x as it is.
     kind  PLAIN: out [R, N]. ADD: out [R, N] (in/out) += product. SILU_MUL: out [R, N/2] = silu(first half) * second half
     out   written and returned; allocated when None (not for ADD)
     The bits of a row depend on K and N alone, not on the rows beside it, their number or their place (CUDA; the basis of

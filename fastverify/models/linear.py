@@ -6,14 +6,17 @@ import torch
 import torch.nn.functional as F
 
 from .. import _triton
+from .fp8 import Fp8Weight, rms_norm_quantised, silu_mul_quantised
 
 # On x86 float32 GEMM with 2..6 rows is up to 2.5 times slower as [rows, K] x [K, N] than as [N, K] x [K, rows]: only the
 # second form streams the weight once (docs/performance.md, "matrix products of a verify on the CPU").
 _SWAPPED_ROWS = range(2, 7)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: "torch.Tensor | Fp8Weight", bias: Optional[torch.Tensor] = None) -> torch.Tensor:
     """x [R, K], weight [N, K] -> contiguous [R, N]. The form depends on R, dtype and device only, so repeats are bit-equal."""
+    if isinstance(weight, Fp8Weight):
+        return weight.product(x, bias)
     rows = x.shape[0]
     if rows not in _SWAPPED_ROWS or x.dtype is not torch.float32 or x.device.type != "cpu":
         return F.linear(x, weight, bias)
@@ -30,12 +33,25 @@ def fused(x: torch.Tensor) -> bool:
 
 def add_linear(h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> None:
     """h += x @ weight.T (+ bias), in place."""
+    if isinstance(weight, Fp8Weight):
+        h.add_(weight.product(x, bias))
+        return
     if x.shape[0] in _SWAPPED_ROWS and x.dtype is torch.float32 and x.device.type == "cpu":
         h.add_(linear(x, weight))
     else:
         h.addmm_(x, weight.t())
     if bias is not None:
         h.add_(bias)
+
+
+def norm_before(product: "torch.Tensor | Fp8Weight", x: torch.Tensor, weight: torch.Tensor, eps: float) -> "torch.Tensor | tuple":
+    """rms_norm as `product` takes it: quantised for a float8 weight."""
+    return rms_norm_quantised(x, weight, eps) if isinstance(product, Fp8Weight) else rms_norm(x, weight, eps)
+
+
+def silu_mul_before(product: "torch.Tensor | Fp8Weight", gate_up: torch.Tensor) -> "torch.Tensor | tuple":
+    """silu_mul as `product` takes it."""
+    return silu_mul_quantised(gate_up) if isinstance(product, Fp8Weight) else silu_mul(gate_up)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -15,7 +15,11 @@ from ..linear.skinny_linear import ADD, SILU_MUL, skinny_fits, skinny_linear, sk
 from ..linear.skinny_qkv import skinny_qkv
 from .batch import ForwardBatch, KVCache
 from .config import LoadError, ModelConfig
-from .linear import add_linear, linear, rms_norm, silu_mul
+from .fp8 import Fp8Weight
+from .linear import add_linear, linear, norm_before, rms_norm, silu_mul_before
+
+
+PULL_ROWS = 64  # beyond it products are no longer bound by the memory alone
 
 
 class TensorSource(Protocol):
@@ -33,7 +37,7 @@ class Layer:
     """Weights of one decoder layer; [out, in] matrices as F.linear takes them, biases None where the family has none."""
 
     input_norm: torch.Tensor            # [H]
-    qkv: torch.Tensor                   # [(Hq + 2 Hkv) D, H]: q rows, then k, then v
+    qkv: torch.Tensor                   # [(Hq + 2 Hkv) D, H]: q rows, then k, then v (matrices may be Fp8Weight: models/fp8.py)
     qkv_bias: Optional[torch.Tensor]
     q_norm: Optional[torch.Tensor]      # [D]
     k_norm: Optional[torch.Tensor]      # [D]
@@ -64,7 +68,15 @@ class LlamaModel:
         self.comm, self.vocab_range, self.split_heads = None, (0, config.vocab_size), False
         self.filters = True  # a captured cycle of a split target allows top-k, top-p and min-p: 10 small gathers instead of 1
         self.prefetch = [(None, None)] * len(layers)  # what the sums after attention and MLP pull into L2 (prefetch_table)
+        self.puller, self.pulls = None, None  # see pull_ahead
         self.cos_sin = config.rope.cos_sin(config.head_dim, config.max_position).to(self.device)
+
+    def pull_ahead(self, o: int, gate_up: int, down: int) -> None:
+        """From now on a forward of at most PULL_ROWS rows pulls so many bytes of a layer's weights into the L2 beside attention (o, then
+        gate/up) and beside SiLU (down). Same bits. For large models on sm_90 and newer; 0, 0, 0: no more."""
+        from .prefetch_triton import Puller
+        self.puller = self.puller or Puller(self.device)
+        self.pulls = (o, gate_up, down) if o or gate_up or down else None
 
     def make_cache(self, num_pages: int, page_size: int) -> KVCache:
         """A zeroed paged cache of this model's shape, dtype and device."""
@@ -92,34 +104,42 @@ class LlamaModel:
                 raise ValueError("forward: exact must have a whole target whose matrices are multiples of 16 x 32, bfloat16 on a GPU; got "
                                  f"{self.dtype}. Fix: leave exact mode off.")
             return self._forward_skinny(h, batch, cache, aux, aux_layers), aux
-        x = self._norm(h, self.layers[0].input_norm)
+        pull = self.pulls if rows <= PULL_ROWS else None
+        x = norm_before(self.layers[0].qkv, h, self.layers[0].input_norm, eps)
         for i, w in enumerate(self.layers):
             self._keep_aux(aux, aux_layers, i, h)
             qkv = linear(x, w.qkv, w.qkv_bias)
             q, k, v = qkv.view(rows, -1, c.head_dim).split(heads, dim=1)
             k_cache, v_cache = cache.k[i], cache.v[i]
+            if pull:
+                self.puller.pull((w.o.data, pull[0]), (w.gate_up.data, pull[1]))
             rope_append(q, k, v, batch.positions, batch.slots, self.cos_sin, k_cache, v_cache, q_norm=w.q_norm,
                         k_norm=w.k_norm, eps=eps)
             if i == 0:
                 workspace = workspace_for(q, k_cache, batch.prefix_len.shape[0])
             a = tree_attention(q, k_cache, v_cache, batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
                                row_base=batch.row_base, schedule=batch.schedule, workspace=workspace)
-            x = self._add_norm(h, a.view(rows, -1), w.o, w.o_bias, w.post_norm, self.split_heads, self.prefetch[i][0])
+            x = self._add_norm(h, a.view(rows, -1), w.o, w.o_bias, w.post_norm, w.gate_up, self.split_heads, self.prefetch[i][0])
             gate_up = linear(x, w.gate_up, w.gate_up_bias)
-            x = silu_mul(gate_up)
-            after = self.layers[i + 1].input_norm if i + 1 < c.num_layers else self.norm
-            x = self._add_norm(h, x, w.down, w.down_bias, after, self.comm is not None, self.prefetch[i][1])
+            if pull and pull[2]:
+                self.puller.pull((w.down.data, pull[2]))
+            x = silu_mul_before(w.down, gate_up)
+            after, product = (self.layers[i + 1].input_norm, self.layers[i + 1].qkv) if i + 1 < c.num_layers else (self.norm, self.lm_head_weight)
+            x = self._add_norm(h, x, w.down, w.down_bias, after, product, self.comm is not None, self.prefetch[i][1])
+        if pull:
+            self.puller.join()
         self._keep_aux(aux, aux_layers, c.num_layers, h)
         return x, aux
 
     def _skinny(self, h: torch.Tensor) -> bool:
         w = self.layers[0]
-        return skinny_pays(h, w.qkv, w.o, w.gate_up, w.down) and self.comm is None and w.o_bias is None and w.down_bias is None
+        return (not isinstance(w.qkv, Fp8Weight) and skinny_pays(h, w.qkv, w.o, w.gate_up, w.down) and self.comm is None
+                and w.o_bias is None and w.down_bias is None)
 
     def exact_fits(self, h: Optional[torch.Tensor] = None) -> bool:
         """Whether forward takes exact batches: every product through skinny_linear, whose rows do not depend on each other."""
         w, h = self.layers[0], self.embed_weight if h is None else h
-        return (self.comm is None and w.o_bias is None and w.down_bias is None
+        return (self.comm is None and w.o_bias is None and w.down_bias is None and not isinstance(w.qkv, Fp8Weight)
                 and skinny_fits(h, w.qkv, w.o, w.gate_up, w.down, self.lm_head_weight))
 
     def _forward_skinny(self, h: torch.Tensor, batch: ForwardBatch, cache: KVCache, aux: Optional[torch.Tensor],
@@ -152,12 +172,12 @@ class LlamaModel:
         return self._norm(h, self.norm)
 
     def _add_norm(self, h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor],
-                  norm: torch.Tensor, split: bool, prefetch: Optional[torch.Tensor]) -> torch.Tensor:
-        """h += x @ weight.T (+ bias), in place; returns RMSNorm(h) * norm. split: x and weight are one rank's columns: the sum
+                  norm: torch.Tensor, product, split: bool, prefetch: Optional[torch.Tensor]) -> torch.Tensor:
+        """h += x @ weight.T (+ bias), in place; returns RMSNorm(h) * norm as `product` takes it. split: x and weight are one rank's columns: the sum
         over ranks overlaps the product where cutting pays (prefill), else it is fused with residual and norm."""
         if not split:
             add_linear(h, x, weight, bias)
-            return self._norm(h, norm)
+            return norm_before(product, h, norm, self.config.rms_norm_eps)
         bias = bias if self.comm.rank == 0 else None  # added once
         if overlaps(h.shape[0], weight, self.comm):
             linear_all_reduce(x, weight, self.comm, bias=bias, residual=h)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // csrc/algo/attention_plan.h on the host, for tests/algo/test_attention_plan.py. Reads numbers, writes numbers.
-#include "algo/attention_plan.h"
+#include "algo/mla_plan.h"
 
 #include <cstdio>
 #include <cstring>
@@ -97,6 +97,15 @@ static void clusters() {
     while (std::scanf("%lld %lld %lld", &batch, &capacity, &major) == 3) std::printf("%d\n", clusters_pay(batch, capacity, static_cast<int>(major)));
 }
 
+// mla rows batch heads capacity sms max_smem sm90 -> choice
+static void mla() {
+    long long a[7];
+    while (std::scanf("%lld %lld %lld %lld %lld %lld %lld", a, a + 1, a + 2, a + 3, a + 4, a + 5, a + 6) == 7) {
+        const MlaLaunch c = mla_launch(a[0], a[1], a[2], a[3], static_cast<int>(a[4]), a[5], a[6] != 0);
+        std::printf("%d %d %d %d %d %lld\n", c.base.wgmma, c.base.tile_rows, c.tile_tokens, c.base.stages, c.base.blocks, static_cast<long long>(c.base.smem));
+    }
+}
+
 int main(int argc, char** argv) {
     if (argc < 2) return 2;
     if (!std::strcmp(argv[1], "launch")) launch();
@@ -104,6 +113,7 @@ int main(int argc, char** argv) {
     else if (!std::strcmp(argv[1], "pieces")) pieces();
     else if (!std::strcmp(argv[1], "cut")) cut();
     else if (!std::strcmp(argv[1], "clusters")) clusters();
+    else if (!std::strcmp(argv[1], "mla")) mla();
     else return 2;
     return 0;
 }

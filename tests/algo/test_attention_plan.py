@@ -114,3 +114,22 @@ def test_launch_of_known_shapes(driver):
                             f"128 8 8 4 128 2 188 {99 * 1024} 0"])
     assert [line.split()[:4] for line in out] == [["64", "3", "264", "0"], ["64", "3", "264", "1"], ["128", "3", "132", "1"],
                                                   ["32", "3", "264", "0"], ["64", "2", "188", "0"]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_latent_launches_fit_the_device(driver, device):
+    sms, kib = DEVICES[device]
+    cases = [(rows, batch, heads, capacity, sms, kib * 1024, sm90) for rows in (1, 8, 64, 1024) for batch in (1, 4, 1025) for heads in (1, 8, 16, 128)
+             for capacity in (64, 8256, 1 << 20) for sm90 in ((0, 1) if device == "sm_90" else (0,))]
+    for case, line in zip(cases, driver("mla", [" ".join(map(str, c)) for c in cases]), strict=True):
+        wgmma, tile, tokens, stages, blocks, smem = map(int, line.split())
+        assert wgmma == case[-1] and (tile, tokens) in ({(64, 64)} if wgmma else {(64, 32), (64, 16), (32, 16)})
+        assert 2 <= stages <= 6 and blocks == sms and smem <= kib * 1024
+
+
+def test_latent_tiles_by_shared_memory(driver):
+    """64 rows and 32 tokens on an sm_100; with less, 64 rows have Q in registers, but for few rows of short sequences."""
+    shapes = [(8, 1, 8, 8256), (32, 4, 8, 32832), (9, 1, 8, 8256), (4, 1, 8, 8256)]
+    for (sms, kib), wanted in {(148, 227): "64 32,64 32,64 32,32 16", (108, 163): "32 16,64 16,64 16,32 16", (188, 99): "32 16,64 16,64 16,32 16"}.items():
+        out = driver("mla", [f"{' '.join(map(str, s))} {sms} {kib * 1024} 0" for s in shapes])
+        assert ",".join(" ".join(line.split()[1:3]) for line in out) == wanted

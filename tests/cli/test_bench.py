@@ -182,12 +182,21 @@ def test_axes_replace_those_of_the_table(harness):
     assert set(bench_run.AXES) == set(harness.AXES)
 
 
+def test_time_left_is_that_of_the_newest_result(tmp_path):
+    """Seconds of the rows, where they say them; a script of several ops counts once; the other kind of device not at all."""
+    old = [row(1.0, op="a", seconds=9.0), row(2.0, op="b")]
+    new = [row(1.0, op="a", seconds=1.5), row(1.0, op="a", shape=dict(B=2), seconds=0.5), row(1.0, op="s.x", seconds=1.0), row(1.0, op="s.y", seconds=2.0),
+           row(1.0, op="c", device_type="cuda")]
+    written(tmp_path / "x-2026-01-02.json", old), written(tmp_path / "x-2026-01-03.json", new)
+    assert bench_run.expected(tmp_path, "cpu") == {"a": (2, 2.0), "b": (1, bench_run.ROW_SECONDS), "s": (2, 3.0)}
+
+
 @need_source
 def test_list_names_everything(cli):  # noqa: F811
     code, out, err = cli("bench")
     assert code == 0 and err == ""
     for script in (ROOT / "benchmarks").glob("*/bench_*.py"):
-        if script.parent.name not in ("loop", "step", "host"):
+        if script.parent.name not in ("loop", "host"):
             assert re.search(rf"^{script.stem.removeprefix('bench_')} .*benchmarks/{script.parent.name}/{script.name}", out, re.M)
     for provider in bench_run.PROVIDERS:
         assert provider in out

@@ -163,6 +163,8 @@ def test_wrong_input(cli, prompts, replies, tmp_path):  # noqa: F811
         ([*new, "--replies", replies, "--remap-vocab"], "train: --remap-vocab must go with --init"),
         ([*new, "--replies", replies, "--init", DRAFT, "--draft-vocab-size", "9"], "train: --draft-vocab-size with --init must go with"),
         ([*new, "--replies", replies, "--steps", "0"], "train: steps must be at least 1; got 0. Fix: change --steps."),
+        ([*new, "--replies", replies, "--temperatures", "0.9", "0.8"], "train: temperatures must be two numbers above 0 in rising order; got"),
+        ([*new, "--replies", replies, "--min-p", "1.5"], "train: min_p must be in [0, 1]; got 1.5. Fix: change --min-p."),
         ([*new, "--replies", replies, "--lr", "0"], "train: lr must be above 0; got 0.0."),
         ([*new, "--replies", replies, "--draft-vocab-size", "600"], "train: --draft-vocab-size must be 1..512"),
         ([*new, "--replies", tmp_path / "none.npz"], "train: --replies must be the replies.npz of an earlier run; got"),

@@ -266,7 +266,8 @@ def compile_library(path: Path, source: str, *flags: str) -> Path:
 
 def in_process(code: str, libraries: "Path | None" = None, **env) -> dict:
     """Runs `code` in a fresh Python whose loader looks into `libraries` first; it prints one JSON value."""
-    run_env = {k: v for k, v in os.environ.items() if k != "FASTVERIFY_NCCL_LIB"} | env
+    own = ("FASTVERIFY_NCCL_LIB", "CUDA_VISIBLE_DEVICES")  # hidden GPUs are a reason of their own
+    run_env = {k: v for k, v in os.environ.items() if k not in own} | env
     run_env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     if libraries:
         run_env["LD_LIBRARY_PATH"] = str(libraries)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fastverify import Decoder, GraphDecoder, SamplingParams
+from fastverify.eagle3 import grow
 from fastverify.eagle3.graph_loop import GraphLoop
 from fastverify.eagle3.shapes import parse_shape
 from loop_checks import PROMPTS, assert_same_text, golden, plain_text
@@ -70,3 +71,18 @@ def test_greedy_and_sampled_requests_in_one_batch():
     for job, prompt, p in zip(jobs, PROMPTS, params):
         want = Decoder(target).generate([prompt], len(job.tokens), p, []).tokens
         assert_same_text([prompt], [job.tokens], want, p)
+
+
+def test_deeper_levels_are_scored_less_sharply(monkeypatch):
+    seen, topk = [], grow.draft_topk
+
+    def spy(*args, coupling=None, level=0, **kw):
+        seen.append((level, coupling.sharpness if coupling else None))
+        return topk(*args, coupling=coupling, level=level, **kw)
+
+    monkeypatch.setattr(grow, "draft_topk", spy)
+    Decoder(*golden(), tree="tree-8").generate(PROMPTS, 5, SAMPLED, [])
+    assert seen[:4] == [(level, pytest.approx(grow.FADE ** level)) for level in range(4)] and grow.FADE < 1
+    seen.clear()
+    Decoder(*golden(), tree="tree-8").generate(PROMPTS, 5, stop_ids=[])
+    assert set(seen) == {(level, None) for level in range(4)}

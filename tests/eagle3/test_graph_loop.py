@@ -121,18 +121,18 @@ class Alternating:
 @pytest.mark.parametrize("period", [1, 3, PAIRS + 5])
 def test_shapes_that_change(period):
     """Plain cycles in between: the draft catches up, and drafts as if it had run all the time."""
-    made = loop("off,chain-2,tree-8")
+    made = loop("off,chain-2,tree-8", max_length=256)
     made.controller = lambda batch, processors=False, c=Alternating(made.shapes, period): c
-    jobs = finish(made, max_new=60)
-    assert_same_text(PROMPTS, [j.tokens for j in jobs], plain_text(PROMPTS, 60)[0])
+    jobs = finish(made, max_new=PAIRS + 44)
+    assert_same_text(PROMPTS, [j.tokens for j in jobs], plain_text(PROMPTS, PAIRS + 44)[0])
     assert len(made.stats.steps) == (2 if period > PAIRS else 3) and made.stats.tau > 1.1
 
 
 def test_caught_up_drafts_are_those_of_the_host_loop():
-    """After 21 plain cycles the draft's cache equals that of a draft that saw every pair at once."""
-    made = loop("off,tree-8", max_batch=1)
+    """After PAIRS + 5 plain cycles the draft's cache equals that of a draft that saw every pair at once."""
+    made = loop("off,tree-8", max_batch=1, max_length=256)
     made.controller = lambda batch, processors=False, c=Alternating(made.shapes, PAIRS + 5): c
-    job = made.submit(PROMPTS[2], 60)
+    job = made.submit(PROMPTS[2], PAIRS + 44)
     while not made.stats.steps["tree-8"]:
         made.step()
     r, length = made.state.requests, len(PROMPTS[2]) + PAIRS + 5
@@ -346,6 +346,11 @@ def test_run_ahead_does_not_change_the_text(run_ahead):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bfloat16_captured_is_eager(shape):
-    eager = finish(loop(shape, "cuda", torch.bfloat16, capture=False))
-    graph = finish(loop(shape, "cuda", torch.bfloat16))
-    assert [j.tokens for j in graph] == [j.tokens for j in eager] and all(len(j.tokens) == 40 for j in graph)
+    """In one bucket: when the host learns that a request has left, and the next cycle may be of fewer rows, depends on the clock; and
+    in bfloat16 the products of 20 rows round otherwise than those of 80."""
+    texts = []
+    for capture in (False, True):
+        made = loop(shape, "cuda", torch.bfloat16, capture=capture)
+        made.pool.buckets = (4,)
+        texts.append([j.tokens for j in finish(made)])
+    assert texts[0] == texts[1] and all(len(t) == 40 for t in texts[0])

@@ -293,6 +293,25 @@ def free_running_rounds(target, draft, ids, first, end, depth):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("temperature, min_p", [(0.8, 0.0), (0.8, 0.3), (1.4, 0.0)])
+def test_sampled_replies_follow_their_temperature_and_cut(temperature, min_p):
+    """First tokens of 20,000 replies to one prompt against softmax(logits / T), without what min-p cuts."""
+    target, _ = small_pair()
+    prompt, n = np.array([5, 9, 40], np.int32), 20_000
+    gen = Generator(target, eos=[-1], rows=n, min_p=min_p, seed=4)
+    got = gen.many([prompt] * n, 1, np.full(n, temperature, np.float32), log=lambda text: None)
+    hidden, _ = target(torch.from_numpy(prompt).long()[None], torch.arange(3)[None], None)
+    p = torch.softmax(target.logits(hidden[0, -1:])[0] / temperature, -1).double().numpy()
+    p[p < min_p * p.max()] = 0
+    p /= p.sum()
+    count = np.bincount([int(r[0]) for r in got], minlength=len(p))
+    assert count[p == 0].sum() == 0 and (p == 0).any() == (min_p > 0)
+    kept = p > 0
+    chi = ((count[kept] - n * p[kept]) ** 2 / (n * p[kept])).sum()
+    assert chi < kept.sum() + 5 * (2 * kept.sum()) ** 0.5
+
+
+@torch.no_grad()
 def test_golden_pair_replay_equals_a_free_running_loop():
     target, draft = load_target(os.path.join(GOLDEN, "target")), load_draft(os.path.join(GOLDEN, "draft"))
     rng = np.random.default_rng(3)

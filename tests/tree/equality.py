@@ -4,9 +4,8 @@ import math
 
 import torch
 from cases import cumulative, mask_words, page_tables, random_parents, randint  # noqa: F401
-from conftest import mutable_names, need_kernel, schema
+from conftest import device_of, implementation, mutable_names, need_kernel, schema
 
-from fastverify import _ops
 from fastverify.tree import DraftState, Prepared, Tree
 
 I32, I64, F32 = torch.int32, torch.int64, torch.float32
@@ -37,7 +36,7 @@ def moved(t: torch.Tensor, device: str) -> torch.Tensor:
 def run_guarded(backend: str, op: str, case: dict) -> dict:
     """{name: uint8 buffer, guards included} of every mutable argument, on the CPU."""
     need_kernel(backend, op)
-    device, written, args, buffers = "cuda" if backend == "cuda" else "cpu", set(mutable_names(op)), [], {}
+    device, written, args, buffers = device_of(backend), set(mutable_names(op)), [], {}
     for a in schema(op):
         value = case.get(a.name)
         tensors = value if isinstance(value, list) else [value]
@@ -50,7 +49,7 @@ def run_guarded(backend: str, op: str, case: dict) -> dict:
                 tensors = [moved(t, device) for t in tensors]
             value = tensors if isinstance(value, list) else tensors[0]
         args.append(value)
-    (getattr(torch.ops.fastverify_emulated, op).default if backend == "emulated" else _ops.get(op))(*args)
+    implementation(backend, op)(*args)
     return {name: torch.cat([b.cpu() for b in parts]) for name, parts in buffers.items()}
 
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels of the tree and kv ops against the CPU ops on random cases: every output byte, canaries included."""
+"""The CUDA and Triton kernels of the tree and kv ops against the CPU ops on random cases: every output byte, canaries included."""
 
 import os
 import subprocess
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BACKENDS, mutable_names
+from conftest import BACKENDS, interpreted, mutable_names
 from equality import (build_tree_case, compact_kv_case, compare_with_cpu, draft_topk_case, grow_tree_levels, plain,
                       prepare_tree_case, run_guarded)
 
 from fastverify import _ops
 from fastverify.tree import DraftState
 
-DEVICES = [b for b in BACKENDS if b in ("cuda", "emulated")] or [pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [b for b in BACKENDS if b != "cpu" and not interpreted(b)] or [pytest.param("cuda", marks=pytest.mark.gpu)]
 CASES = {
     "draft_topk": draft_topk_case, "build_tree": build_tree_case, "prepare_tree": prepare_tree_case, "compact_kv": compact_kv_case,
     "compact_kv_layers": lambda rng: compact_kv_case(rng, layers_as_list=True),
 }
-ROUNDS = {"emulated": 12, "cuda": 60}
+ROUNDS = {"emulated": 12, "cuda": 60, "triton": 4}
 CHANGING = ("logits", "pool_scores", "parents", "active", "num_tokens_out", "k_cache", "aux")  # between graph replays
 
 
@@ -79,14 +79,14 @@ def test_pools_past_shared_memory(device, rng):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab", [49_152, 128_256, 163_840])
 def test_wide_vocabularies(device, vocab, rng):
-    for _ in range(1 if device == "emulated" else 10):
+    for _ in range(10 if device == "cuda" else 1):
         compare_with_cpu(device, "draft_topk", draft_topk_case(rng, vocabs=(vocab,)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_large_requests(device, rng):
     """More nodes than prepare_tree keeps in shared memory."""
-    for _ in range(1 if device == "emulated" else 10):
+    for _ in range(10 if device == "cuda" else 1):
         compare_with_cpu(device, "prepare_tree", prepare_tree_case(rng, most=3000))
 
 
