@@ -265,8 +265,8 @@ class Bench:
         self.op, self.args, self.device, self.rows = op, args, torch.device(kind), []
         if args.quick:
             args.repeats = min(args.repeats, QUICK_REPEATS)
-        if args.wait:
-            sys.stdin.readline()
+        if args.wait and not sys.stdin.readline():
+            sys.exit(2)  # whoever started this is gone
         torch.manual_seed(0)  # equal inputs in every run
         self.l2 = l2_bytes(self.device)
         self.bandwidth = copy_bandwidth(self.device, args.repeats)

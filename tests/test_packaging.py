@@ -30,8 +30,8 @@ def tool(name: str, *places: Path) -> str:
     return found
 
 
-def output(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def output(*command: str, env: dict | None = None) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
 
 
 def library(stem: str) -> Path:

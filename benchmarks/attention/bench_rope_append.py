@@ -77,7 +77,7 @@ def main() -> int:
             nbytes = read + rows * (q_heads * d * dtype.itemsize + 2 * kv_heads * d * cache.itemsize)
             torch.manual_seed(0)
             sets = [make(rows, q_heads, kv_heads, d, dtype, cache, norm, bench.device) for _ in range(bench.sets(nbytes))]
-            check = lambda: all(map(right, sets[:2]))  # noqa: B023, E731
+            check = lambda: right(sets[0])  # noqa: B023, E731  (the oracle takes a second for 4096 rows)
 
             def call(op, sets=sets):
                 for x in sets:

@@ -185,10 +185,10 @@ struct Attend {
         }
     }
 
-    // One step of the running softmax; s becomes the weights. `scale` > 0.
-    __device__ __forceinline__ void softmax(float (&s)[T::kMt][T::kNt][4], float scale) {
+    // One step of the running softmax; s becomes the weights, alpha what o has to be multiplied by. `scale` > 0. True: some alpha of
+    // the warp is not 1.
+    __device__ __forceinline__ bool weigh(float (&s)[T::kMt][T::kNt][4], float scale, float (&alpha)[T::kMt][2]) {
         bool moved = false;
-        float alpha[T::kMt][2];
 #pragma unroll
         for (int m = 0; m < T::kMt; ++m) {
 #pragma unroll
@@ -216,7 +216,9 @@ struct Attend {
                 sum[m][h] = sum[m][h] * alpha[m][h] + part;
             }
         }
-        if (!__any_sync(kFullWarp, moved)) return;
+        return __any_sync(kFullWarp, moved);
+    }
+    __device__ __forceinline__ void rescale(const float (&alpha)[T::kMt][2]) {
 #pragma unroll
         for (int m = 0; m < T::kMt; ++m) {
 #pragma unroll
@@ -225,6 +227,10 @@ struct Attend {
                 o[m][n][2] *= alpha[m][1], o[m][n][3] *= alpha[m][1];
             }
         }
+    }
+    __device__ __forceinline__ void softmax(float (&s)[T::kMt][T::kNt][4], float scale) {
+        float alpha[T::kMt][2];
+        if (weigh(s, scale, alpha)) rescale(alpha);
     }
 
     // o += weights x V of kSub tokens from `token` of the tile.

@@ -21,25 +21,9 @@ struct ShortShared {
     float top[4][16], sum[4][16];
 };
 
-// Asks the L2 for the keys and values that earlier steps wrote, while the launch before this one still runs. A hint: lengths and pages
-// may be written by that launch (then the wrong cells are asked for), so that all of it is read again after the wait.
-__device__ __forceinline__ void ask_for_prefix(const AttentionParams& p, int request, int kv) {
-    const int prefix = static_cast<int>(min(static_cast<int64_t>(max(__ldcg(p.prefix + request), 0)), p.capacity));
-    const int first = p.window > 0 ? max(0, prefix - p.window) : 0;
-    for (int at = first + static_cast<int>(blockIdx.x * kShortThreads + threadIdx.x); at < prefix; at += static_cast<int>(gridDim.x) * kShortThreads) {
-        const uint32_t page = p.by_page_size.quotient(static_cast<uint32_t>(at));
-        const int id = __ldcg(p.table + request * p.table_row + page);
-        if (id < 0 || id >= p.num_pages) continue;
-        const int64_t slot = at - static_cast<int>(page) * p.page_size;
-        prefetch_l2(p.k + id * p.k_page + slot * p.k_slot + kv * p.k_head);
-        prefetch_l2(p.v + id * p.v_page + slot * p.v_slot + kv * p.v_head);
-    }
-}
-
 __global__ void __launch_bounds__(kShortThreads) tree_attention_short_kernel(const __grid_constant__ AttentionParams p) {
     ShortShared& shared = *reinterpret_cast<ShortShared*>(dynamic_shared());
     allow_next_launch();
-    ask_for_prefix(p, static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y));
     wait_for_previous_launch();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const int request = blockIdx.z, kv = blockIdx.y, blocks = gridDim.x, rank = blockIdx.x;
@@ -51,8 +35,8 @@ __global__ void __launch_bounds__(kShortThreads) tree_attention_short_kernel(con
     for (int row0 = 0; row0 < packed; row0 += 64) {
         const int live = min(64, packed - row0), groups = live <= 16 ? 1 : live <= 32 ? 2 : 4;
         const int per_block = 4 / groups, slices = blocks * per_block;
-        const int group = warp % groups, slice = rank * per_block + warp / groups, all_steps = (keys.end - base + 15) / 16;
-        const int steps = max(0, (all_steps - slice + slices - 1) / slices), used = min(slices, all_steps);  // slices with keys
+        const int group = warp % groups, slice = rank * per_block + warp / groups;
+        const int steps = max(0, ((keys.end - base + 15) / 16 - slice + slices - 1) / slices);
 
         RowSight sight[2];
         uint4 q[2][2];  // [row g, g + 8][dims 8 c.., 32 + 8 c..]
@@ -177,7 +161,7 @@ __global__ void __launch_bounds__(kShortThreads) tree_attention_short_kernel(con
         for (int row = rank + blocks * warp; row < live; row += 4 * blocks) {  // packed rows of this block, one per warp at a time
             const int from = row / 16, r = row % 16;
             // lane j looks after slice j: block j / per_block, its warp j % per_block * groups + from
-            const bool mine = lane < used;
+            const bool mine = lane < slices;
             const int block = mine ? lane / per_block : 0, w = (mine ? lane % per_block : 0) * groups + from;
             const float high = mine ? *cluster_map(&shared.top[w][r], block) : -INFINITY;
             const float part = mine ? *cluster_map(&shared.sum[w][r], block) : 0.0f;
@@ -187,8 +171,8 @@ __global__ void __launch_bounds__(kShortThreads) tree_attention_short_kernel(con
             float total = weight * part;
             for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
             float2 y = {0.0f, 0.0f};
-#pragma unroll 16
-            for (int j = 0; j < used; ++j) {
+#pragma unroll 8
+            for (int j = 0; j < slices; ++j) {
                 const float2 v = *reinterpret_cast<const float2*>(cluster_map(&shared.o[j % per_block * groups + from][r][2 * lane], j / per_block));
                 const float other = __shfl_sync(0xffffffffu, weight, j);
                 y.x += other * v.x;

@@ -21,6 +21,7 @@ struct WgmmaTile {
     static constexpr int kStage = 2 * kTokens * kKvRow, kQBytes = kRows * kQRow;
     static constexpr int kWideBytes = wgmma_wide_bytes(kRows, kHeadDim, Kv::kBytes);  // K, then V of one tile in f16
     static constexpr bool kQInRegisters = false;
+    static constexpr bool kOverlaps = Kv::kBytes == 2;  // the products of one tile run beside the softmax of the next
     static_assert(kHeadDim == 128 && (kRows == 64 || kRows == 128));
 };
 
@@ -65,8 +66,9 @@ struct AttendWgmma : Attend<T> {
         return pack_f16(fminf(fmaxf(low, -65504.0f), 65504.0f), fminf(fmaxf(high, -65504.0f), 65504.0f));
     }
 
-    // This warp's tokens of one tile into `stage`; cells that do not exist become zeros.
-    __device__ __forceinline__ void load_tile(unsigned char* stage, const unsigned char* cell) {
+    // K or V (half 0 or 1) of this warp's tokens of one tile into `stage`; cells that do not exist become zeros.
+    template <int kHalf>
+    __device__ __forceinline__ void load_half(unsigned char* stage, const unsigned char* cell) {
         constexpr int kChunks = T::kKvRow / 16, kAtOnce = 32 / kChunks, kLoads = T::kLoadTokens / kAtOnce;
         const unsigned there = __ballot_sync(kFullWarp, cell != nullptr);
         const uint64_t mine = reinterpret_cast<uint64_t>(cell);
@@ -75,12 +77,14 @@ struct AttendWgmma : Attend<T> {
         for (int i = 0; i < kLoads; ++i) {
             const int token = first + kAtOnce * i, row = warp * T::kLoadTokens + token;
             const int at = Kv::kBytes == 2 ? block_offset<T::kTokens>(row, chunk) : row * T::kKvRow + ((chunk ^ (row & 1) << 2) << 4);
-#pragma unroll
-            for (int v = 0; v < 2; ++v) {
-                const uint64_t from = __shfl_sync(kFullWarp, mine, token + 16 * v);
-                cp_async_16(stage + v * (T::kStage / 2) + at, reinterpret_cast<const unsigned char*>(from) + chunk * 16, there >> (token + 16 * v) & 1);
-            }
+            const uint64_t from = __shfl_sync(kFullWarp, mine, token + 16 * kHalf);
+            cp_async_16(stage + kHalf * (T::kStage / 2) + at, reinterpret_cast<const unsigned char*>(from) + chunk * 16,
+                        there >> (token + 16 * kHalf) & 1);
         }
+    }
+    __device__ __forceinline__ void load_tile(unsigned char* stage, const unsigned char* cell) {
+        load_half<0>(stage, cell);
+        load_half<1>(stage, cell);
     }
 
     // K or V of an fp8 tile -> f16 in `wide`.
@@ -129,11 +133,12 @@ struct AttendWgmma : Attend<T> {
         }
     }
 
-    __device__ __forceinline__ void tile(const unsigned char* stage, bool masked, float scale) {
-        const unsigned char* k = Kv::kBytes == 2 ? stage : wide;
-        float s[1][T::kNt][4];
-        const int group = warp / 4;
-        const MatrixDescriptor a = matrix_descriptor(q_smem + group * 64 * 128, 1024), b = matrix_descriptor(k, 1024);
+    using Weights = uint32_t[T::kTokens / 16][4];
+
+    // s = Q K^T and o += w V of one tile: issued, and committed as a group.
+    __device__ __forceinline__ void issue_scores(float (&s)[1][T::kNt][4], const unsigned char* k) {
+        constexpr int kColumns = T::kOverlaps ? T::kNt : 8;  // of a product, in eights
+        const MatrixDescriptor a = matrix_descriptor(q_smem + warp / 4 * 64 * 128, 1024), b = matrix_descriptor(k, 1024);
         wgmma_hold(s[0]);
         wgmma_fence();
 #pragma unroll
@@ -141,16 +146,42 @@ struct AttendWgmma : Attend<T> {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
 #pragma unroll
-                for (int n = 0; n < T::kTokens / 64; ++n) {
+                for (int n = 0; n < T::kNt / kColumns; ++n) {
                     const MatrixDescriptor left = advance(a, part * T::kRows * 128 + i * 32);
                     const MatrixDescriptor right = advance(b, part * T::kTokens * 128 + n * 64 * 128 + i * 32);
-                    float(&to)[8][4] = *reinterpret_cast<float(*)[8][4]>(&s[0][8 * n]);
+                    float(&to)[kColumns][4] = *reinterpret_cast<float(*)[kColumns][4]>(&s[0][kColumns * n]);
                     if constexpr (is_bf16<Kv>) wgmma_ss_bf16(to, left, right, part + i > 0);
                     else wgmma_ss_f16(to, left, right, part + i > 0);
                 }
             }
         }
         wgmma_commit();
+    }
+    __device__ __forceinline__ void pack(Weights& w, const float (&s)[1][T::kNt][4]) {
+#pragma unroll
+        for (int i = 0; i < T::kTokens / 16; ++i) {
+            w[i][0] = Kv::pack(s[0][2 * i][0], s[0][2 * i][1]);
+            w[i][1] = Kv::pack(s[0][2 * i][2], s[0][2 * i][3]);
+            w[i][2] = Kv::pack(s[0][2 * i + 1][0], s[0][2 * i + 1][1]);
+            w[i][3] = Kv::pack(s[0][2 * i + 1][2], s[0][2 * i + 1][3]);
+        }
+    }
+    __device__ __forceinline__ void issue_values(Weights& w, const unsigned char* values) {
+        const MatrixDescriptor v = matrix_descriptor(values, 1024, T::kTokens * 128);
+        wgmma_hold(o[0]);
+        wgmma_hold(w);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < T::kTokens / 16; ++i) {
+            if constexpr (is_bf16<Kv>) wgmma_rs_bf16(o[0], w[i], advance(v, i * 2048), true);
+            else wgmma_rs_f16(o[0], w[i], advance(v, i * 2048), true);
+        }
+        wgmma_commit();
+    }
+
+    __device__ __forceinline__ void tile(const unsigned char* stage, bool masked, float scale) {
+        float s[1][T::kNt][4];
+        issue_scores(s, Kv::kBytes == 2 ? stage : wide);
         wgmma_wait<0>();
         wgmma_hold(s[0]);
         if (Kv::kBytes == 1) {
@@ -164,25 +195,71 @@ struct AttendWgmma : Attend<T> {
             fence_shared_for_async();
             __syncthreads();
         }
-        const MatrixDescriptor v = matrix_descriptor(Kv::kBytes == 2 ? stage + T::kStage / 2 : wide, 1024, T::kTokens * 128);
-        uint32_t w[T::kTokens / 16][4];
-#pragma unroll
-        for (int i = 0; i < T::kTokens / 16; ++i) {
-            w[i][0] = Kv::pack(s[0][2 * i][0], s[0][2 * i][1]);
-            w[i][1] = Kv::pack(s[0][2 * i][2], s[0][2 * i][3]);
-            w[i][2] = Kv::pack(s[0][2 * i + 1][0], s[0][2 * i + 1][1]);
-            w[i][3] = Kv::pack(s[0][2 * i + 1][2], s[0][2 * i + 1][3]);
-        }
-        wgmma_hold(o[0]);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < T::kTokens / 16; ++i) {
-            if constexpr (is_bf16<Kv>) wgmma_rs_bf16(o[0], w[i], advance(v, i * 2048), true);
-            else wgmma_rs_f16(o[0], w[i], advance(v, i * 2048), true);
-        }
-        wgmma_commit();
+        Weights w;
+        pack(w, s);
+        issue_values(w, Kv::kBytes == 2 ? stage + T::kStage / 2 : wide);
         wgmma_wait<0>();
         wgmma_hold(o[0]);
+    }
+
+    // The tiles of a piece so that the products of one tile run beside the softmax of the next: round i has the scores of tile i and the
+    // values of tile i - 1 on their way together. V of a tile is loaded a round after its K.
+    __device__ __forceinline__ void run_overlapping(const Piece& piece, int tiles, int page, float scale, int free_end, int free_begin) {
+        const int stages = p.stages;
+        unsigned char *into = ring, *into_before = ring, *from = ring, *from_before = ring, *const ring_end = ring + stages * T::kStage;
+        const unsigned char* v_cell = nullptr;  // of the tile whose V comes next
+        float s[1][T::kNt][4], alpha[1][2];
+        Weights w;
+        bool moved = false;
+#pragma unroll 1
+        for (int i = 1 - stages; i <= tiles; ++i) {
+            const int begin = piece.begin + i * T::kTokens, load = i + stages - 1;
+            if (i >= 0) {
+                this->wait(stages);
+                if (i > 0) {  // here, behind a branch: ptxas moves a wait to the top of its block, over the softmax before it
+                    wgmma_wait<0>();
+                    wgmma_hold(o[0]);
+                    wgmma_hold(w);
+                    if (moved) this->rescale(alpha);
+                    pack(w, s);
+                }
+                fence_shared_for_async();
+                __syncthreads();  // K of tile i and V of tile i - 1 are there; K of i - 1 and V of i - 2 have been read
+            }
+            if (load <= tiles) {
+                const unsigned char* cell = load < tiles ? this->find_cell(piece, begin + (stages - 1) * T::kTokens, page) : nullptr;
+                if (load < tiles) load_half<0>(into, cell);
+                if (load > 0) load_half<1>(into_before, v_cell);
+                v_cell = cell;
+                into_before = into;
+                if ((into += T::kStage) == ring_end) into = ring;
+                if (load + 1 < tiles) page = this->find_page(piece, begin + stages * T::kTokens);
+            }
+            cp_async_commit();
+            if (i < 0) continue;
+            const bool masked = i < tiles && (begin + T::kTokens > free_end || begin < free_begin);
+            if (masked) look_at(piece, begin);
+            if (i == tiles) break;
+            issue_scores(s, from);
+            if (i > 0) {
+                issue_values(w, from_before + T::kStage / 2);
+                wgmma_wait<1>();
+            } else {
+                wgmma_wait<0>();
+            }
+            wgmma_hold(s[0]);
+            const float factor = this->cap(s, scale);
+            if (masked) hide(s);
+            moved = this->weigh(s, factor, alpha);
+            from_before = from;
+            if ((from += T::kStage) == ring_end) from = ring;
+        }
+        if (tiles > 0) {
+            issue_values(w, from_before + T::kStage / 2);
+            wgmma_wait<0>();
+            wgmma_hold(o[0]);
+        }
+        cp_async_wait<0>();
     }
 
     __device__ __forceinline__ void run(const Piece& piece) {
@@ -202,6 +279,10 @@ struct AttendWgmma : Attend<T> {
         sum[0][0] = sum[0][1] = 0.0f;
 #pragma unroll
         for (int n = 0; n < T::kOt; ++n) o[0][n][0] = o[0][n][1] = o[0][n][2] = o[0][n][3] = 0.0f;
+        if constexpr (T::kOverlaps) {
+            run_overlapping(piece, tiles, page, scale, free_end, free_begin);
+            return;
+        }
         unsigned char *into = ring, *from = ring, *const ring_end = ring + stages * T::kStage;
 #pragma unroll 1
         for (int i = 1 - stages; i < tiles; ++i) {  // the first stages - 1 rounds only load

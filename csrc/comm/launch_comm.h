@@ -30,9 +30,15 @@ inline CommArgs comm_kernel_args(const fv_comm& c, CommForm form) {
 template <class... P, class... A>
 void run_clusters(const Launch& launch, void (*kernel)(P...), int cluster, bool resident, bool overlap, dim3 grid, dim3 block, size_t smem,
                   A... args) {
-    if (smem > 48 * 1024) {
+    if (smem > 16 * 1024) {  // as in Launch::launch, which may have set this kernel's limit to less than 48 KiB
         FV_CUDA_CHECK(launch.op, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                       static_cast<int>(smem)));
+    }
+    if (resident) {  // under capture without the driver's promise: comm_choice.h asks for no more clusters than fit
+        cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+        FV_CUDA_CHECK(launch.op, cudaStreamIsCapturing(launch.stream, &capture));
+        resident = capture == cudaStreamCaptureStatusNone;
+        overlap = false;
     }
     cudaLaunchAttribute attributes[2];
     attributes[0].id = resident ? cudaLaunchAttributeCooperative : cudaLaunchAttributeProgrammaticStreamSerialization;

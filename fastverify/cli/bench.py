@@ -3,6 +3,7 @@
 import argparse
 import runpy
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -127,19 +128,23 @@ def _run(args: argparse.Namespace) -> int:
         sys.path.insert(0, str(root))
         from harness import write_rows
     counts = bench_run.expected(root / "results", "cpu" if on_cpu else "cuda")
-    with out.progress("benchmarks", 1000) as update:
-        for outcome in bench_run.run(wanted, flags, lambda share, text: update(int(1000 * share), text=text), args.quick, args.limit, counts,
-                                     ahead=not on_cpu):
-            rows += outcome.rows
-            if args.out and outcome.rows:  # at once: a run that is cut short keeps what it has
-                stored = write_rows(args.out, outcome.rows)
-            if outcome.error:
-                if "no provider of --only" not in outcome.error:  # that other scripts have it is no failure
-                    failed.append(outcome.script.op)
-                out.note(f"{outcome.script.op}: {outcome.error}")
-            elif outcome.status == 1:
-                wrong.append(outcome.script.op)
-            out.note(f"{outcome.script.op}: {len(outcome.rows)} rows in {outcome.seconds:.0f} s")
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the scripts end with this process
+    try:
+        with out.progress("benchmarks", 1000) as update:
+            for outcome in bench_run.run(wanted, flags, lambda share, text: update(int(1000 * share), text=text), args.quick, args.limit, counts,
+                                         ahead=not on_cpu):
+                rows += outcome.rows
+                if args.out and outcome.rows:  # at once: a run that is cut short keeps what it has
+                    stored = write_rows(args.out, outcome.rows)
+                if outcome.error:
+                    if "no provider of --only" not in outcome.error:  # that other scripts have it is no failure
+                        failed.append(outcome.script.op)
+                    out.note(f"{outcome.script.op}: {outcome.error}")
+                elif outcome.status == 1:
+                    wrong.append(outcome.script.op)
+                out.note(f"{outcome.script.op}: {len(outcome.rows)} rows in {outcome.seconds:.0f} s")
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if args.out and rows:
         out.note(f"{len(rows)} rows in {stored}")
     _present(out, rows, args)

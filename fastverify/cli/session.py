@@ -97,7 +97,7 @@ def open_session(command: str, args: argparse.Namespace, out: Output, with_token
 
 
 def _weights(target, args: argparse.Namespace, notes: list) -> None:
-    if args.weights == "fp8":
+    if getattr(args, "weights", "same") == "fp8":
         from ..models.fp8 import to_fp8
         to_fp8(target)
         notes.append("weights: the target's matrices are rounded to float8, so its text is not the unrounded model's")

@@ -86,7 +86,7 @@ def linear_all_reduce(x: torch.Tensor, weight: torch.Tensor, comm, bias: Optiona
 
     On CUDA each piece's sum runs on the communicator's side stream while the next piece's product runs on the current one; both
     are joined before it returns, so it can be captured. Pieces of columns read each weight once and are best up to some hundred
-    rows; pieces of rows need no copy at the end; "resident" has one kernel for all sums, which is launched first and sends equal pieces
+    rows; pieces of rows need no copy at the end; "resident" has one kernel for all sums, which runs beside the products and sends equal pieces
     of columns as they are done (all_reduce_columns). With few rows one piece is best: a skinny product ends in one wave and leaves
     nothing to overlap (docs/performance.md). Pieces larger than comm.max_bytes are cut further unless NCCL takes them.
     Errors: those of all_reduce; ValueError for a split that does not fit. Cost: two launches more per piece.
@@ -144,9 +144,13 @@ def _resident(x, weight, comm, bias, pieces: int, residual) -> torch.Tensor:
         return out
     main, side = torch.cuda.current_stream(x.device), comm.side_stream()
     side.wait_stream(main)  # earlier calls of this communicator come first
+    captured = torch.cuda.is_current_stream_capturing()
+    if not captured:  # a product's first launch may load its code, which waits for kernels that run: so not for the one that waits for it
+        products()
     with torch.cuda.stream(side):
         sums()
-    products()
+    if captured:
+        products()
     main.wait_stream(side)
     return out
 

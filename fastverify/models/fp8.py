@@ -67,11 +67,21 @@ def silu_mul_quantised(gate_up: torch.Tensor) -> tuple:
     return quantised(torch.nn.functional.silu(gate) * up)
 
 
+def check_device(device: torch.device) -> None:
+    """Errors: ValueError for a GPU whose tensor cores have no float8."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < (8, 9):
+            raise ValueError(f"to_fp8: the GPU must have float8 products (sm_89 or later); got sm_{major}{minor}. Fix: leave out --weights fp8.")
+
+
 def to_fp8(target):
     """The same LlamaModel, the matrices of its layers replaced by Fp8Weight. Returns it.
 
-    Errors: ValueError for a split target, or sizes that are no multiples of 16 (torch's product asks for them).
+    Errors: ValueError for a split target, a GPU without float8 products (before sm_89), or sizes that are no multiples of 16
+    (torch's product asks for them).
     """
+    check_device(target.device)
     if target.comm is not None:
         raise ValueError("to_fp8: the target must be whole; got one rank of a split one. Fix: load it without tensor parallelism.")
     for layer in target.layers:

@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -228,6 +229,25 @@ def test_the_next_script_starts_early_and_waits_its_turn():
     outcomes = list(bench_run.run([wanted[0], broken, wanted[1]], flags, lambda share, text: None, ahead=True))
     assert [(o.script.op, o.status, len(o.rows) > 0) for o in outcomes] == [("draft_topk", 0, True), ("broken", 2, False), ("prepare_tree", 0, True)]
     assert "no_such_file" in outcomes[1].error and all("--wait" not in r["command"] for o in outcomes for r in o.rows)
+
+
+@need_source
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to see child processes")
+def test_scripts_end_with_the_run():
+    """A run that is told to end takes its scripts along; one whose starter is gone measures nothing."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    run = subprocess.Popen([sys.executable, "-m", "fastverify", "bench", "run", "verify_tree", "--device", "cpu"], env=environment, cwd=ROOT,
+                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    children, until = "", time.monotonic() + 60
+    while not children and time.monotonic() < until and run.poll() is None:
+        time.sleep(0.05)
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().strip()
+    assert children
+    run.terminate()
+    assert run.wait(60) == 143 and not any(Path(f"/proc/{pid}").exists() for pid in children.split())
+    alone = subprocess.run([sys.executable, "benchmarks/tree/bench_draft_topk.py", "--device", "cpu", "--wait"], stdin=subprocess.DEVNULL, cwd=ROOT,
+                           env=environment, capture_output=True, text=True)
+    assert alone.returncode == 2 and alone.stdout == ""
 
 
 @need_source

@@ -44,6 +44,17 @@ def test_replays_with_changing_input_and_two_graphs(transport):
     assert int(wrong) == 0
 
 
+def test_the_shared_memory_of_one_launch_is_no_limit_for_the_next():
+    """16.6 KB for a block with a row of its own, then a little more for each of two that share one."""
+    comm = Communicator.make_virtual(2, "cuda")
+    for forced, hidden in (((1 << 9) | 1, 4000), ((1 << 9) | 2, 7168)):
+        comm._handle.set_forced(forced)
+        x, residual, weight = torch.ones(2, 1, hidden, device="cuda"), torch.zeros(2, 1, hidden, device="cuda"), torch.ones(hidden, device="cuda")
+        all_reduce_rms_norm(x, residual, weight, comm)
+        assert (residual == 2).all()
+    comm.check()
+
+
 def test_a_second_stream_is_refused():
     comm = Communicator.make_virtual(2, "cuda")
     x = torch.ones(2, 10, device="cuda")

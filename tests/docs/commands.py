@@ -100,9 +100,11 @@ RULES = (
          "python benchmarks/linear/bench_skinny_linear.py --quick --tree-rows 1,4"),
     Rule(r"python benchmarks/loop/bench_op_share\.py .*",
          "python benchmarks/loop/bench_op_share.py {pair} --token-ids 3,9,4 --tree off,chain-3 --max-new-tokens 12"),
+    Rule(r"fastverify generate --dummy .*", "fastverify generate --dummy tiny --token-ids 3,4,5 --max-new-tokens 8 --device cpu", quick=True),
     Rule(r"python benchmarks/loop/(bench_loop|bench_smollm2|bench_soak|bench_controller)\.py .*", why="a GPU, the demo model and minutes"),
     Rule(r"python benchmarks/loop/tp_differences\.py --new 32", why="two GPUs"),
     Rule(r"python (benchmarks/comm/)?(bench_all_reduce|multi_gpu|soak_virtual)\.py .*|bash benchmarks/comm/multi_gpu\.sh", why="two GPUs"),
+    Rule(r"python benchmarks/comm/virtual_checks\.py", why="a GPU, which stands for all ranks"),
     Rule(r"python benchmarks/comm/model_page\.py"),
     Rule(r"fastverify evaluate --draft DIR --prompts eval/\*\.jsonl .*", why="the six prompt files of EAGLE's evaluation, an hour"),
 )

@@ -20,6 +20,8 @@ template <int kPending>
 inline void wgmma_wait() {}
 template <int kTiles>
 inline void wgmma_hold(float (&)[kTiles][4]) {}
+template <int kTiles>
+inline void wgmma_hold(uint32_t (&)[kTiles][4]) {}
 inline void fence_shared_for_async() {}
 
 // The 16 bits at `offset` bytes past the descriptor's start: address bits 4..6 are xored with bits 7..9.
