@@ -308,7 +308,6 @@ struct Scan {
         } else {
             const uint32_t group = 2 * static_cast<uint32_t>(c);
             const Philox4 r[2] = {keys.words(group, t, kStreamTarget), keys.words(group + 1, t, kStreamTarget)};
-#pragma unroll
             float bound = bound_of(raw.get(0), r[0].v[0]);
 #pragma unroll
             for (int j = 1; j < kChunk; ++j) bound = max_nan(bound, bound_of(raw.get(j), r[j >> 2].v[j & 3]));
@@ -393,10 +392,10 @@ struct ChunksAhead {
     }
 };
 // The same as scan_simple() where the thread's first chunks are on their way.
-template <bool kGreedy, class T>
+template <class T>
 __device__ __forceinline__ Bound scan_chunks(const Row<T>& row, int c, ChunksAhead<T>& ahead) {
     constexpr int kAhead = ChunksAhead<T>::kCount;
-    Scan<kGreedy, false, T> scan(row, 0.0f);
+    Scan<false, false, T> scan(row, 0.0f);
     const T* base = row.base;
     const int step = row.step, last = row.whole_last < row.last ? row.whole_last : row.last;
     while (c < last) {
@@ -410,6 +409,68 @@ __device__ __forceinline__ Bound scan_chunks(const Row<T>& row, int c, ChunksAhe
         }
     }
     return scan.finish(row, c);
+}
+// The first largest logit of what a warp takes of a simple greedy row, its chunks on their way: kept in registers until its place
+// is asked for.
+template <class T>
+struct GreedyScan {
+    float best = -kInf, seen = -kInf;  // seen: NaN if one was met
+    int at = 0;
+    RawChunk<T> kept;
+    __device__ __forceinline__ void take(const RawChunk<T>& raw, int c) {
+        float x;
+        if constexpr (sizeof(T) == 2) {
+            RawChunk<T> both;
+            both.words[0] = raw.words[0];
+#pragma unroll
+            for (int j = 1; j < 4; ++j) {
+                both.words[0] = std::is_same_v<T, __half> ? max_nan_f16x2(both.words[0], raw.words[j])
+                                                          : max_nan_bf16x2(both.words[0], raw.words[j]);
+            }
+            x = max_nan(both.get(0), both.get(1));
+        } else {
+            x = raw.get(0);
+#pragma unroll
+            for (int j = 1; j < kChunk; ++j) x = max_nan(x, raw.get(j));
+        }
+        seen = max_nan(seen, x);
+        if (x > best) {
+            best = x;
+            at = c;
+            kept = raw;
+        }
+    }
+    // Key of the warp; `bad`: it must be found entry by entry.
+    __device__ __forceinline__ Word warp_key(bool* bad) const {
+        const uint32_t own = ordered_bits(seen + 0.0f), top = warp_max_u32(own);
+        *bad = top >= ordered_bits(kInf);
+        if (*bad || !(from_ordered_bits(top) > -kInf)) return 0;
+        int j0 = 0;
+#pragma unroll
+        for (int j = kChunk - 1; j >= 0; --j) j0 = kept.get(j) == best ? j : j0;
+        const uint32_t id = __reduce_min_sync(kFullWarp, own == top ? static_cast<uint32_t>(at * kChunk + j0) : ~0u);
+        return make_key(from_ordered_bits(top), id);
+    }
+};
+template <class T>
+__device__ __forceinline__ Word greedy_key(const Row<T>& row, int c, ChunksAhead<T>& ahead, bool* bad) {
+    constexpr int kAhead = ChunksAhead<T>::kCount;
+    GreedyScan<T> scan;
+    const T* base = row.base;
+    const int step = row.step, last = row.whole_last < row.last ? row.whole_last : row.last;
+    while (c < last) {
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+            if (c >= last) break;
+            const RawChunk<T> raw = ahead.raw[k];
+            if (c + kAhead * step < last) ahead.ask_one(k, base + (c + kAhead * step) * kChunk);
+            scan.take(raw, c);
+            c += step;
+        }
+    }
+    if (c == row.whole_last && c < row.last) scan.take(load_chunk(row, c), c);
+    __syncwarp();
+    return scan.warp_key(bad);
 }
 // Is a largest bound of scan_simple one to go on with? Not if the row holds NaN or +inf, nor where bounds may have overflowed.
 __device__ __forceinline__ bool usable(uint32_t top) {
@@ -492,6 +553,52 @@ __device__ __forceinline__ float score_reached(bool greedy, Word key) {
     return greedy || !key ? score : below(score);
 }
 
+// Key of a thread's warp's part of a simple row, no filters, with kKeyBad. Entry by entry, if the row holds what bounds cannot tell.
+template <class T>
+__device__ __attribute__((noinline)) Word warp_best_exact(const Row<T>& given, int thread) {
+    const Row<T>& row = *known_shared(&given);
+    Word best = 0;
+    bool bad = false;
+    for (int c = row.start(thread); c < row.last; c += row.step) {
+        for (int id = c * kChunk; id < c * kChunk + kChunk; ++id) {
+            if (id < row.begin || id >= row.end) continue;
+            bad = bad || is_bad(row.raw_one(id));
+            const Word key = row.template key_of<false>(id, -kInf, 0.0f);
+            best = key > best ? key : best;
+        }
+    }
+    return warp_max_word(best) | (__any_sync(kFullWarp, bad) ? kKeyBad : 0);
+}
+
+// Key of the block's slice of a simple greedy row, with kKeyBad.
+template <class T>
+__device__ __attribute__((noinline)) Word greedy_slice(const Row<T>& given, Team team) {
+    const Row<T>& row = *known_shared(&given);
+    constexpr int kAhead = sizeof(T) == 4 ? 2 : 4;  // chunks in flight
+    GreedyScan<T> scan;
+    const T* base = row.base;
+    const int step = row.step, last = row.whole_last < row.last ? row.whole_last : row.last;
+    int c = row.start(team.tid());
+    while (c < last) {
+        RawChunk<T> raw[kAhead];
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) raw[k] = load_whole(base + (c + k * step < last ? c + k * step : c) * kChunk);
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+            if (c < last) {
+                scan.take(raw[k], c);
+                c += step;
+            }
+        }
+    }
+    if (c == row.whole_last && c < row.last) scan.take(load_chunk(row, c), c);
+    __syncwarp();
+    bool bad;
+    Word key = scan.warp_key(&bad);
+    if (bad) key = warp_best_exact(row, team.tid());
+    return team.block_key_status(kSlotSettle, key);
+}
+
 // Best key of the block's slice among entries z >= cut that min-p keeps, with kKeyBad if a NaN or +inf was met.
 template <bool kExtras, class T>
 __device__ __attribute__((noinline)) Word best_of_slice(const Row<T>& given, Team team, float cut, float zmax) {
@@ -503,9 +610,9 @@ __device__ __attribute__((noinline)) Word best_of_slice(const Row<T>& given, Tea
     bool scanned = false;
     if constexpr (!kExtras) {
         if (row.simple()) {
+            if (greedy) return greedy_slice(row, team);
             const int c = row.start(team.tid());
-            bound = greedy ? scan_simple<true, false>(row, c, 0.0f)
-                    : cut > -kInf ? scan_simple<false, true>(row, c, below(cut)) : scan_simple<false, false>(row, c, 0.0f);
+            bound = cut > -kInf ? scan_simple<false, true>(row, c, below(cut)) : scan_simple<false, false>(row, c, 0.0f);
             top = team.block_max(kSlotFast, ordered_bits(bound.best + 0.0f));
             scanned = usable(top);
         }
@@ -527,23 +634,6 @@ __device__ __attribute__((noinline)) Word best_of_slice(const Row<T>& given, Tea
     const float low = score_reached(greedy, key);
     if (low < threshold) key = settle<kExtras>(row, team, kSlotSettleAgain, bound, low, cut, zmax);
     return key | status;
-}
-
-// Key of a warp's slice of a simple row, no filters, with kKeyBad. Entry by entry, if the row holds what bounds cannot tell.
-template <class T>
-__device__ __attribute__((noinline)) Word warp_best_exact(const Row<T>& given) {
-    const Row<T>& row = *known_shared(&given);
-    Word best = 0;
-    bool bad = false;
-    for (int c = row.start(static_cast<int>(threadIdx.x) & 31); c < row.last; c += row.step) {
-        for (int id = c * kChunk; id < c * kChunk + kChunk; ++id) {
-            if (id < row.begin || id >= row.end) continue;
-            bad = bad || is_bad(row.raw_one(id));
-            const Word key = row.template key_of<false>(id, -kInf, 0.0f);
-            best = key > best ? key : best;
-        }
-    }
-    return warp_max_word(best) | (__any_sync(kFullWarp, bad) ? kKeyBad : 0);
 }
 
 // Finite maximum of the raw slice as ordered_bits (0: none), and its masses relative to `max`.

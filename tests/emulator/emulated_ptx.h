@@ -125,6 +125,16 @@ inline uint4 load_streaming_16(const void* p) {
     std::memcpy(&v, p, 16);
     return v;
 }
+inline uint32_t load_here_4(const void* p) {
+    uint32_t v;
+    std::memcpy(&v, p, 4);
+    return v;
+}
+inline unsigned long long load_here_8(const void* p) {
+    unsigned long long v;
+    std::memcpy(&v, p, 8);
+    return v;
+}
 inline uint4 ld_relaxed_sys_16(const void* p) { return load_streaming_16(p); }
 inline void st_relaxed_sys_16(void* p, uint4 v) { std::memcpy(p, &v, 16); }
 inline uint32_t ld_relaxed_sys(const uint32_t* p) { return *p; }
