@@ -106,7 +106,7 @@ __device__ __forceinline__ Entry load_entry(const BuildTree& a, int64_t b, int i
 
 __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildTree a) {
     __shared__ int32_t chosen[kMaxNodes], up[kMaxNodes], jump[kMaxThreads], warp_counts[32], flags;
-    __shared__ uint32_t warp_least[32], warp_most[32];
+    __shared__ uint32_t reduced[33];
     __shared__ int64_t token_of[kMaxNodes], first_rows[32];
     __shared__ SelectShared select;
     uint32_t* const orders = reinterpret_cast<uint32_t*>(dynamic_shared());  // [pool], or bits of phase A
@@ -115,16 +115,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
     const int t = threadIdx.x, threads = blockDim.x, lane = t & 31, warp = t >> 5, warps = threads >> 5;
     const bool live = b < a.batch && a.active[b] != 0;
     Entry own{minus_infinity(), -1, 0};  // of the first `threads` entries
-    if (b < a.batch && t < M) own = load_entry(a, b, t, true);  // before `live` is known
+    if (live && t < M) own = load_entry(a, b, t, true);
 
     // A: the first row
     int64_t before = 0;
     if (warp < a.count_warps) {
         uint32_t* const bits = orders + warp * ((M + 31) / 32);
         for (int64_t e = warp; e < b && e < a.batch; e += a.count_warps) {
-            const int32_t active = a.active[e];  // on its way while the pool's head is
-            const int alive = count_alive(a.pool_scores + e * M, a.pool_parents + e * M, M, want, bits);
-            before += active != 0 ? 1 + alive : 0;
+            if (a.active[e] != 0) before += 1 + count_alive(a.pool_scores + e * M, a.pool_parents + e * M, M, want, bits);
         }
     }
     if (lane == 0) first_rows[warp] = before;
@@ -145,16 +143,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
         bool bad = false;
         uint32_t least = ~0u, most = 0;  // orders of living entries
         Entry ahead = own;
-        const auto seen = [&](uint32_t order, bool last) {  // before a barrier; the last leaves the warp's own behind
-            least = order > kOrderedMinusInf && order < least ? order : least;
-            most = order > most ? order : most;
-            if (!last) return;
-            const uint32_t low = __reduce_min_sync(kFullWarp, least), high = __reduce_max_sync(kFullWarp, most);
-            if (lane == 0) {
-                warp_least[warp] = low;
-                warp_most[warp] = high;
-            }
-        };
         for (int start = 0; start < M; start += threads) {
             const int i = start + t;
             const Entry e = ahead;
@@ -165,8 +153,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
                     order = walk_order(scores, parents, i);
                     bad = bad || !valid_parent(parents[i], i);
                 }
-                seen(order, start + threads >= M);
                 alive += __syncthreads_count(order > kOrderedMinusInf);
+                least = order > kOrderedMinusInf && order < least ? order : least;
+                most = order > most ? order : most;
                 continue;
             }
             int next = -1;  // an ancestor among these entries that is not taken in yet
@@ -200,8 +189,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
                     jump[t] = next;
                 }
             }
-            seen(order, start + threads >= M);
             alive += __syncthreads_count(order > kOrderedMinusInf);
+            least = order > kOrderedMinusInf && order < least ? order : least;
+            most = order > most ? order : most;
         }
         if (bad) atomicOr(&flags, kFlagBadTree);
 
@@ -213,11 +203,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) build_tree_kernel(const BuildT
             const auto each = [&](const auto& f) {
                 for (int i = t; i < M; i += threads) f(short_key(order_of(i), static_cast<uint32_t>(i)));
             };
-            // a narrow range spreads the first digits: fewer passes, and fewer threads at one counter
-            least = __reduce_min_sync(kFullWarp, lane < warps ? warp_least[lane] : ~0u);
-            most = __reduce_max_sync(kFullWarp, lane < warps ? warp_most[lane] : 0);
-            cut = static_cast<uint64_t>(least) << kIdBits;
-            const uint64_t high = short_key(most, 0);
+            uint64_t high = short_key(ordered_bits(0.0f), 0);
+            if (M > 2 * threads) {  // a narrow range spreads the first digits: fewer threads at one counter
+                least = block_reduce(least, [](uint32_t x, uint32_t y) { return x < y ? x : y; }, reduced);
+                __syncthreads();
+                most = block_reduce(most, [](uint32_t x, uint32_t y) { return x > y ? x : y; }, reduced);
+                cut = static_cast<uint64_t>(least) << kIdBits;
+                high = short_key(most, 0);
+            }
             cut = block_select(each, cut, high, static_cast<uint32_t>(n), select);
         }
 
