@@ -120,7 +120,6 @@ RULES = (
     Rule(r"python benchmarks/loop/(bench_loop|bench_smollm2|bench_soak|bench_controller)\.py .*", why="a GPU, the demo model and minutes"),
     Rule(r"python benchmarks/loop/tp_differences\.py --new 32", why="two GPUs"),
     Rule(r"python (benchmarks/comm/)?(bench_all_reduce|multi_gpu|soak_virtual)\.py .*|bash benchmarks/comm/multi_gpu\.sh", why="two GPUs"),
-    Rule(r"python tests/comm/nccl_one_card\.py", why="a GPU under MPS, an NCCL that takes two ranks on it"),
     Rule(r"python benchmarks/comm/virtual_checks\.py", why="a GPU, which stands for all ranks"),
     Rule(r"python benchmarks/comm/model_page\.py"),
     Rule(r"fastverify evaluate --draft DIR --prompts eval/\*\.jsonl .*", why="the six prompt files of EAGLE's evaluation, an hour"),
