@@ -42,17 +42,29 @@ def where(tmp_path_factory):
     return commands.places(tmp_path_factory.mktemp("commands"))
 
 
+def words_of(command: str, where: dict) -> list:
+    words = shlex.split(commands.filled(commands.rules_of(command)[0], command, where))
+    words = words[1:] if words[0] == "fastverify" else {"benchmarks": ["bench"], "fastverify.doctor": ["doctor"]}[words[2]]
+    return words + (["--device", "cpu"] if words[0] in ("probe", "evaluate") else [])
+
+
+def files_of(words: list, where: dict, made: bool) -> list:
+    """The files of the work folder that a command makes, or reads."""
+    return [w for before, w in zip(words, words[1:])
+            if w.startswith(f"{where['work']}/") and Path(w).suffix and (before in ("--out", "--plot", "--json", "--markdown")) == made]
+
+
 @pytest.mark.parametrize("page,command", QUICK, ids=[c[:50] for _, c in QUICK])
 def test_a_quick_command(cli, where, monkeypatch, page, command):  # noqa: F811
-    """In this process, as commands.py runs it in one of its own."""
+    """In this process, as commands.py runs it in one of its own; what it reads is made first by the command that makes it."""
     (rule,) = commands.rules_of(command)
-    words = shlex.split(commands.filled(rule, command, where))
-    words = words[1:] if words[0] == "fastverify" else {"benchmarks": ["bench"], "fastverify.doctor": ["doctor"]}[words[2]]
+    words = words_of(command, where)
     if "--plot" in words:
         pytest.importorskip("matplotlib")
-    if words[0] in ("probe", "evaluate"):
-        words += ["--device", "cpu"]
     monkeypatch.chdir(ROOT)
+    for file in files_of(words, where, made=False):
+        if not Path(file).exists():
+            cli(*next(w for w in (words_of(c, where) for _, c in QUICK) if file in files_of(w, where, made=True)))
     code, out, err = cli(*words)
     assert code == rule.code or (rule.code == -1 and code in (0, 1)), out + err
     assert out.strip() and "Traceback" not in err
