@@ -33,9 +33,10 @@ def lm_head_verify_tree_workspace(rows: int, vocab_size: int, device: "torch.dev
 
 
 def lm_head_verify_tree_pays(rows: int, vocab_size: int, filters: bool = False) -> bool:
-    """True where the CUDA op was measured to be no slower than GEMM + verify_tree: without filters and logprobs up to 8 node
-    rows, up to 16 where the vocabulary is large. H200, 4096 x 128256 and 7168 x 20480, 8 to 64 rows (docs/performance.md)."""
-    return not filters and rows <= (16 if vocab_size >= 65536 else 8)
+    """True where the CUDA op was measured to take at most 2 % longer than GEMM + verify_tree, so that the logits it saves (rows x
+    vocab_size x 2 bytes written, read and kept) are the reason to choose it: without filters and logprobs up to 32 node rows
+    with a large vocabulary. H200, 4096 x 128256 and 7168 x 20480, 8 to 64 rows (docs/performance.md)."""
+    return not filters and rows <= 32 and vocab_size >= 65536
 
 
 def workspace_logits(workspace: torch.Tensor, rows: int, vocab_size: int, sms: int) -> torch.Tensor:
