@@ -12,23 +12,23 @@ constexpr int kLatentRowBytes = 2 * kLatentDims;
 constexpr int kMlaThreads = 256;
 
 struct MlaLaunch {
-    AttentionLaunch base;   // tile_rows, stages, blocks (of kMlaThreads), least_units, smem
+    AttentionLaunch base;   // tile_rows, stages, blocks, least_units, smem
     int tile_tokens;
+    int q_in_registers;     // 1: of 64 rows, where Q finds no room beside the ring: every warp keeps its share
 };
 
-// The 8 warps form tile_rows / 32 row groups; the warps of one group share the dims of a score.
-FV_HD constexpr int mla_split(int tile_rows) { return 8 / (tile_rows / 32); }
+// A block's 8 warps form row groups; the warps of one group share the dims of a score.
+FV_HD constexpr int mla_group_rows(bool q_in_registers) { return q_in_registers ? 16 : 32; }
+FV_HD constexpr int mla_split(int tile_rows, bool q_in_registers) { return 8 / (tile_rows / mla_group_rows(q_in_registers)); }
 
-FV_HD constexpr int64_t mla_scores_bytes(int tile_rows, int tile_tokens) {
-    return static_cast<int64_t>(mla_split(tile_rows)) * tile_rows * (tile_tokens + 4) * 4;
+FV_HD constexpr int64_t mla_scores_bytes(int tile_rows, int tile_tokens, bool q_in_registers) {
+    return static_cast<int64_t>(mla_split(tile_rows, q_in_registers)) * tile_rows * (tile_tokens + 4) * 4;
 }
-// Where 64 rows of Q do not fit beside the ring, every warp keeps its share of their dims in registers.
-FV_HD constexpr bool mla_q_in_registers(int tile_rows, int tile_tokens) { return tile_rows == 64 && tile_tokens == 16; }
 
 // Shared memory without the prefix sums and words: Q, the ring, partial scores, weights, a factor per row.
-FV_HD constexpr int64_t mla_smem(int tile_rows, int tile_tokens, int stages) {
-    const int q_rows = mla_q_in_registers(tile_rows, tile_tokens) ? 0 : tile_rows;
-    return static_cast<int64_t>(q_rows + stages * tile_tokens) * kLatentRowBytes + mla_scores_bytes(tile_rows, tile_tokens) +
+FV_HD constexpr int64_t mla_smem(int tile_rows, int tile_tokens, int stages, bool q_in_registers) {
+    const int q_rows = q_in_registers ? 0 : tile_rows;
+    return static_cast<int64_t>(q_rows + stages * tile_tokens) * kLatentRowBytes + mla_scores_bytes(tile_rows, tile_tokens, q_in_registers) +
            tile_rows * tile_tokens * 2 + tile_rows * 8;
 }
 
@@ -36,10 +36,10 @@ FV_HD constexpr int64_t mla_smem(int tile_rows, int tile_tokens, int stages) {
 constexpr int kLatentStagedRow = kLatentOut + 8;
 FV_HD constexpr int64_t mla_staged_bytes(int tile_rows) { return static_cast<int64_t>(tile_rows) * (kLatentStagedRow + 2) * 4; }
 
-// The sm_90a kernel: Q, two stages, weights, maxima, a few words.
-constexpr int kMlaWgmmaRows = 64, kMlaWgmmaTokens = 64;
+// The sm_90a kernel: Q, two stages, weights, a factor and two statistics per row, barriers, a few words.
+constexpr int kMlaWgmmaRows = 64, kMlaWgmmaTokens = 64, kMlaWgmmaThreads = 384;
 FV_HD constexpr int64_t mla_wgmma_smem() {
-    return (kMlaWgmmaRows + 2 * kMlaWgmmaTokens) * kLatentRowBytes + kMlaWgmmaRows * kMlaWgmmaTokens * 2 + 2 * kMlaWgmmaRows * 4 + kBlockWords;
+    return (kMlaWgmmaRows + 2 * kMlaWgmmaTokens) * kLatentRowBytes + kMlaWgmmaRows * kMlaWgmmaTokens * 2 + kMlaWgmmaRows * 12 + 128 + kBlockWords;
 }
 
 // Up to as many cache positions in all, 32 rows per tile where 64 need registers for Q: partial results half as large.
@@ -58,6 +58,7 @@ FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int64_t c
     const auto cluster = [&](int tile) { return clusters ? cluster_blocks(batch * row_tiles(nodes, heads, tile), m.base.blocks) : 1; };
     if (sm90 && mla_wgmma_smem() + prefix_bytes(batch) <= max_smem) {
         m.base.wgmma = 1;
+        m.base.threads = kMlaWgmmaThreads;
         m.base.tile_rows = kMlaWgmmaRows;
         m.tile_tokens = kMlaWgmmaTokens;
         m.base.stages = 2;
@@ -65,18 +66,19 @@ FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int64_t c
         m.base.smem = prefix_bytes(batch) + mla_wgmma_smem();
         return m;
     }
-    const bool wide = mla_smem(64, 32, 3) <= room, few = nodes * heads <= 64 && batch * capacity <= kMlaShortPositions;
-    const int tile = nodes * heads > 32 && (wide || (mla_smem(64, 16, 3) <= room && !few)) ? 64 : 32;
-    const int tokens = tile == 64 && wide ? 32 : 16;
+    const bool wide = mla_smem(64, 32, 3, false) <= room, few = nodes * heads <= 64 && batch * capacity <= kMlaShortPositions;
+    const int tile = nodes * heads > 32 && (wide || (mla_smem(64, 32, 2, true) <= room && !few)) ? 64 : 32;
+    const int tokens = tile == 64 ? 32 : 16;
+    m.q_in_registers = tile == 64 && !wide;
     int stages = 2;
-    while (stages < kMaxStages && mla_smem(tile, tokens, stages + 1) <= room) ++stages;
+    while (stages < kMaxStages && mla_smem(tile, tokens, stages + 1, m.q_in_registers) <= room) ++stages;
     m.tile_tokens = tokens;
     m.base.tile_rows = tile;
     m.base.stages = stages;
     // the rows that a cluster merges take the place of Q and the ring
-    const int q_rows = mla_q_in_registers(tile, tokens) ? 0 : tile;
+    const int q_rows = m.q_in_registers ? 0 : tile;
     if (mla_staged_bytes(tile) <= (q_rows + stages * tokens) * kLatentRowBytes) m.base.cluster = cluster(tile);
-    m.base.smem = prefix_bytes(batch) + kBlockWords + mla_smem(tile, tokens, stages);
+    m.base.smem = prefix_bytes(batch) + kBlockWords + mla_smem(tile, tokens, stages, m.q_in_registers);
     return m;
 }
 

@@ -300,16 +300,15 @@ __device__ __forceinline__ void attend_pieces(const AttentionParams& p, A& atten
         __syncthreads();
         if (!words.flag) break;
         const Piece& piece = words.piece;
-        attend.run(piece);
-        if (words.worker.per > 0) {  // the only piece of this block
-            attend.stage(piece);
+        const bool cluster = words.worker.per > 0;  // the only piece of this block
+        const Pieces pieces = piece.stop > 0 && !cluster ? pieces_of(piece.start, piece.stop, words.worker.length) : Pieces{0, 1};
+        float* partial = pieces.count == 1 ? nullptr
+            : p.partials + piece_slot(blockIdx.x, piece.start, words.worker.length) * partial_floats(kRows, kDims);
+        attend.take(piece, partial, cluster);
+        if (cluster) {
             merge_cluster<kThreads, kRows, kDims>(p, piece, attend.staged(), words);
             break;
         }
-        const Pieces pieces = piece.stop > 0 ? pieces_of(piece.start, piece.stop, words.worker.length) : Pieces{0, 1};
-        float* partial = pieces.count == 1 ? nullptr
-            : p.partials + piece_slot(blockIdx.x, piece.start, words.worker.length) * partial_floats(kRows, kDims);
-        attend.finish(piece, partial);
         if (partial) arrive(p, piece, pieces, words.pending);
         __syncthreads();
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // mla_tree_attention on CUDA: arguments, choice of the kernel, launch. Tensor-core tiles for latent rows of 512 + 64 dims in
 // bf16 or fp16, aligned to 16 bytes; everything else row by row (tree_attention_rows.cuh).
-// Instantiations: (tile_rows, tile_tokens) in {(64, 32), (64, 16), (32, 16)} x {bf16, f16}: 6.
+// Instantiations: (tile_rows, tile_tokens) in {(64, 32), (64, 32) with Q in registers, (32, 16)} x {bf16, f16}: 6.
 #include <torch/csrc/stable/library.h>
 
 #include "attention/attention_launch.h"
@@ -15,12 +15,9 @@ namespace {
 constexpr const char* kOp = "mla_tree_attention";
 
 template <class Kv>
-AttentionKernel mla_kernel(int tile_rows, int tile_tokens) {
-    switch (tile_rows * 100 + tile_tokens) {
-        case 6432: return mla_tree_attention_kernel<MlaTile<64, 32, Kv>>;
-        case 6416: return mla_tree_attention_kernel<MlaTile<64, 16, Kv>>;
-        default: return mla_tree_attention_kernel<MlaTile<32, 16, Kv>>;
-    }
+AttentionKernel mla_kernel(const MlaLaunch& choice) {
+    if (choice.q_in_registers) return mla_tree_attention_kernel<MlaTile<64, 32, Kv, true>>;
+    return choice.base.tile_rows == 64 ? mla_tree_attention_kernel<MlaTile<64, 32, Kv>> : mla_tree_attention_kernel<MlaTile<32, 16, Kv>>;
 }
 
 bool tiles_can_read(const AttentionParams& p) {
@@ -49,8 +46,7 @@ void mla_tree_attention_cuda(const Tensor q, const Tensor kv_cache, const std::o
     const AttentionKernel sm90 = launch.props.major == 9 ? mla_kernel_sm90(p.kv_type) : nullptr;
     const MlaLaunch choice = mla_launch(n.rows, n.requests, n.heads, p.capacity, launch.props.sms, launch.props.max_smem, sm90 != nullptr,
                                         clusters_pay(n.requests, p.capacity, launch.props.major));
-    const AttentionKernel kernel = choice.base.wgmma ? sm90 : p.q_type == Element::kBf16 ? mla_kernel<KvBf16>(choice.base.tile_rows, choice.tile_tokens)
-                                                              : mla_kernel<KvF16>(choice.base.tile_rows, choice.tile_tokens);
+    const AttentionKernel kernel = choice.base.wgmma ? sm90 : p.q_type == Element::kBf16 ? mla_kernel<KvBf16>(choice) : mla_kernel<KvF16>(choice);
     run_tiles(launch, p, choice.base, kernel, workspace);
 }
 

@@ -3,7 +3,7 @@
 //
 // A block of 8 warps takes pieces of sequences (attention_work.cuh): tile_rows packed rows (node x head) against a run of
 // cache positions, so a latent row is read once for all heads and nodes of a tile. Per tile of 32 (16) tokens: each warp
-// scores 32 rows over a share of the 576 dims, which stays in its registers where 64 rows of Q find no room; the shares are summed while 8 rows per warp take their softmax step; then
+// scores 32 (16) rows over a share of the 576 dims, which stays in its registers where 64 rows of Q find no room; the shares are summed while 8 rows per warp take their softmax step; then
 // each warp adds the weighted values of all rows in 64 of the 512 dims. Split sequences: as in tree_attention_kernel.cuh.
 // Cost: one read of the visible latent rows per tile of 64 (32) rows; one launch.
 #pragma once
@@ -23,7 +23,7 @@ struct MlaAttend {
     const int lane, warp;
     float o[T::kMt][T::kOt][4];
     float top, sum;           // of row 8 warp + lane % 8, sum: this lane's share
-    uint32_t q_fragments[T::kQInRegisters ? T::kSteps / T::kSplit : 1][2][4];  // of this warp's rows and dims
+    uint32_t q_fragments[T::kQInRegisters ? T::kSteps / T::kSplit : 1][T::kQm][4];  // of this warp's rows and dims
 
     __device__ __forceinline__ MlaAttend(const AttentionParams& params, unsigned char* shared)
         : p(params), q_smem(shared), ring(shared + T::kQBytes), scores(reinterpret_cast<float*>(ring + params.stages * T::kStage)),
@@ -34,8 +34,8 @@ struct MlaAttend {
         if constexpr (T::kQInRegisters) {
             constexpr int kOwn = T::kSteps / T::kSplit;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // rows lane / 4 + 8 i of the group
-                const RowTarget t = row_target(p, piece, T::kRows, warp / T::kSplit * 32 + 8 * i + lane / 4);
+            for (int i = 0; i < 2 * T::kQm; ++i) {  // rows lane / 4 + 8 i of the group
+                const RowTarget t = row_target(p, piece, T::kRows, warp / T::kSplit * T::kGroupRows + 8 * i + lane / 4);
                 const uint32_t* from = reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(p.q) + (t.live ? t.row * p.q_row + t.head * p.q_head : 0)) +
                                        (warp % T::kSplit * kOwn * 8 + (lane & 3));
 #pragma unroll
@@ -84,22 +84,22 @@ struct MlaAttend {
         }
     }
 
-    // This warp's share of the scores: 32 rows x the tile's tokens over its dims.
+    // This warp's share of the scores: its group's rows x the tile's tokens over its dims.
     __device__ __forceinline__ void score(const unsigned char* stage) {
         const int group = warp / T::kSplit, share = warp % T::kSplit;
-        float s[2][T::kNt][4];
+        float s[T::kQm][T::kNt][4];
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
+        for (int m = 0; m < T::kQm; ++m) {
 #pragma unroll
             for (int n = 0; n < T::kNt; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.0f;
         }
-        const auto add = [&](const uint32_t (&a)[2][4], int step) {
+        const auto add = [&](const uint32_t (&a)[T::kQm][4], int step) {
 #pragma unroll
             for (int n = 0; n < T::kNt; n += 2) {
                 uint32_t b[4];
                 ldmatrix_x4(b, stage + latent_offset(8 * n + (lane & 7) + (lane >> 4 & 1) * 8, 2 * step + (lane >> 3 & 1)));
 #pragma unroll
-                for (int m = 0; m < 2; ++m) {
+                for (int m = 0; m < T::kQm; ++m) {
                     Kv::mma(s[m][n], a[m], b[0], b[1]);
                     Kv::mma(s[m][n + 1], a[m], b[2], b[3]);
                 }
@@ -113,20 +113,20 @@ struct MlaAttend {
             const int first = T::kSteps * share / T::kSplit, last = T::kSteps * (share + 1) / T::kSplit;
 #pragma unroll 3
             for (int step = first; step < last; ++step) {
-                uint32_t a[2][4];
+                uint32_t a[T::kQm][4];
 #pragma unroll
-                for (int m = 0; m < 2; ++m) {
-                    ldmatrix_x4(a[m], q_smem + latent_offset(group * 32 + 16 * m + (lane & 15), 2 * step + (lane >> 4)));
+                for (int m = 0; m < T::kQm; ++m) {
+                    ldmatrix_x4(a[m], q_smem + latent_offset(group * T::kGroupRows + 16 * m + (lane & 15), 2 * step + (lane >> 4)));
                 }
                 add(a, step);
             }
         }
         // lane 4 g + t holds tokens 8 n + 2 t + e of row g: stored as floats t * 2 kNt + 2 n + e
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
+        for (int m = 0; m < T::kQm; ++m) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const int row = group * 32 + 16 * m + 8 * h + lane / 4;
+                const int row = group * T::kGroupRows + 16 * m + 8 * h + lane / 4;
                 float* to = scores + (share * T::kRows + row) * T::kScoreRow + (lane & 3) * 2 * T::kNt;
 #pragma unroll
                 for (int n = 0; n < T::kNt; n += 2) {
@@ -350,6 +350,13 @@ struct MlaAttend {
                 }
             }
         }
+    }
+
+    // Streams the piece's keys and writes the rows out, or the partial result to `partial`; staged: it stays in shared memory, where staged()
+    // describes it.
+    __device__ __forceinline__ void take(const Piece& piece, float* partial, bool staged) {
+        run(piece);
+        if (staged) stage(piece); else finish(piece, partial);
     }
 };
 

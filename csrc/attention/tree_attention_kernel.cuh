@@ -465,6 +465,13 @@ struct Attend {
             if (t.live) store_out(p, t, 4 * quad, float4{v.x * factor, v.y * factor, v.z * factor, v.w * factor});
         }
     }
+
+    // Streams the piece's keys and writes the rows out, or the partial result to `partial`; staged: it stays in shared memory, where staged()
+    // describes it.
+    __device__ __forceinline__ void take(const Piece& piece, float* partial, bool staged) {
+        run(piece);
+        if (staged) stage(piece); else finish(piece, partial);
+    }
 };
 
 // grid: persistent; block: 128 threads; dynamic shared memory: prefix sums, Q, ring (attention_launch).

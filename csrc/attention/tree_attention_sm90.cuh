@@ -362,6 +362,13 @@ struct AttendWgmma : Attend<T> {
             }
         }
     }
+
+    // Streams the piece's keys and writes the rows out, or the partial result to `partial`; staged: it stays in shared memory, where staged()
+    // describes it.
+    __device__ __forceinline__ void take(const Piece& piece, float* partial, bool staged) {
+        run(piece);
+        if (staged) stage(piece); else finish(piece, partial);
+    }
 };
 
 // grid: persistent; block: 2 threads per row; dynamic shared memory: Q, copies, ring, seen, prefix sums, a few words.

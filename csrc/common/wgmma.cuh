@@ -48,6 +48,30 @@ __device__ __forceinline__ void wgmma_hold(uint32_t (&a)[kTiles][4]) {
 // What this thread wrote to shared memory, cp.async included, is visible to later products (after a barrier).
 __device__ __forceinline__ void fence_shared_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- barriers of some of a block's warps ------------------------------------------------------------------------
+// Barrier `id` (1..15) of `threads` threads, whole warps: those that wait and those that only arrive.
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// A barrier in shared memory of `count` arrivals per phase; phases are 0, 1, 0, ...
+__device__ __forceinline__ void mbarrier_init(uint64_t* b, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count) : "memory");
+}
+// This thread arrives when its cp.async so far have landed; does not wait.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(uint64_t* b) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* b) {
+    asm volatile("{\n.reg .b64 s;\nmbarrier.arrive.shared::cta.b64 s, [%0];\n}\n" ::"r"(shared_address(b)) : "memory");
+}
+// Waits until the running phase is no longer `phase`.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* b, int phase) {
+    uint32_t done;
+    do {
+        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+                     : "=r"(done) : "r"(shared_address(b)), "r"(phase) : "memory");
+    } while (!done);
+}
+
 // d [64, 32] (+)= a [64, 16] b [32, 16]^T, both in shared memory, rows of dims.
 __device__ __forceinline__ void wgmma_ss_bf16(float (&d)[4][4], MatrixDescriptor a, MatrixDescriptor b, bool add) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"

@@ -123,13 +123,13 @@ def test_latent_launches_fit_the_device(driver, device):
              for capacity in (64, 8256, 1 << 20) for sm90 in ((0, 1) if device == "sm_90" else (0,))]
     for case, line in zip(cases, driver("mla", [" ".join(map(str, c)) for c in cases]), strict=True):
         wgmma, tile, tokens, stages, blocks, smem = map(int, line.split())
-        assert wgmma == case[-1] and (tile, tokens) in ({(64, 64)} if wgmma else {(64, 32), (64, 16), (32, 16)})
+        assert wgmma == case[-1] and (tile, tokens) in ({(64, 64)} if wgmma else {(64, 32), (32, 16)})
         assert 2 <= stages <= 6 and blocks == sms and smem <= kib * 1024
 
 
 def test_latent_tiles_by_shared_memory(driver):
-    """64 rows and 32 tokens on an sm_100; with less, 64 rows have Q in registers, but for few rows of short sequences."""
+    """64 rows with Q in shared memory on an sm_100; with less, in registers, but for few rows of short sequences."""
     shapes = [(8, 1, 8, 8256), (32, 4, 8, 32832), (9, 1, 8, 8256), (4, 1, 8, 8256)]
-    for (sms, kib), wanted in {(148, 227): "64 32,64 32,64 32,32 16", (108, 163): "32 16,64 16,64 16,32 16", (188, 99): "32 16,64 16,64 16,32 16"}.items():
+    for (sms, kib), wanted in {(148, 227): "64 32,64 32,64 32,32 16", (108, 163): "32 16,64 32,64 32,32 16", (188, 99): "32 16,64 32,64 32,32 16"}.items():
         out = driver("mla", [f"{' '.join(map(str, s))} {sms} {kib * 1024} 0" for s in shapes])
         assert ",".join(" ".join(line.split()[1:3]) for line in out) == wanted

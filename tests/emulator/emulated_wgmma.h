@@ -2,6 +2,9 @@
 // csrc/common/wgmma.cuh for the emulator: the same functions in plain C++, in double, rounded once. A warp's rows of the
 // product depend on its own fragments and on shared memory only.
 #pragma once
+#include <map>
+#include <utility>
+
 #include "emulated_ptx.h"
 
 namespace fv {
@@ -23,6 +26,36 @@ inline void wgmma_hold(float (&)[kTiles][4]) {}
 template <int kTiles>
 inline void wgmma_hold(uint32_t (&)[kTiles][4]) {}
 inline void fence_shared_for_async() {}
+
+struct EmulatedBarrier {
+    int arrived = 0;
+    uint32_t phase = 0;
+};
+// Of a block: told apart by its dynamic shared memory. All its barriers are complete when it ends.
+inline EmulatedBarrier& emulated_barrier(int id) {
+    static std::map<std::pair<const void*, int>, EmulatedBarrier> all;
+    return all[{emu::dynamic_memory, id}];
+}
+inline void named_barrier_arrive(int id, int threads) {
+    EmulatedBarrier& b = emulated_barrier(id);
+    if (++b.arrived == threads) b.arrived = 0, ++b.phase;
+}
+inline void named_barrier_sync(int id, int threads) {
+    EmulatedBarrier& b = emulated_barrier(id);
+    const uint32_t phase = b.phase;
+    named_barrier_arrive(id, threads);
+    while (b.phase == phase) emu::spin();
+}
+// Low 16 bits: the count; next 16: arrivals; above: phases that ended.
+inline void mbarrier_init(uint64_t* b, int count) { *b = static_cast<uint64_t>(count); }
+inline void mbarrier_arrive(uint64_t* b) {
+    *b += 1 << 16;
+    if ((*b >> 16 & 0xffff) == (*b & 0xffff)) *b = (*b & 0xffff) | (*b >> 32) + 1 << 32;
+}
+inline void mbarrier_arrive_after_copies(uint64_t* b) { mbarrier_arrive(b); }
+inline void mbarrier_wait(uint64_t* b, int phase) {
+    while (static_cast<int>(*b >> 32 & 1) == phase) emu::spin();
+}
 
 // The 16 bits at `offset` bytes past the descriptor's start: address bits 4..6 are xored with bits 7..9.
 inline uint16_t emulated_swizzled(const MatrixDescriptor& m, int64_t offset) {
