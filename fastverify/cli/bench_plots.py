@@ -126,6 +126,7 @@ def against_size(plt, op: str, rows: list):
         mine = sorted((r for r in rows if line_of(r) == line), key=size)
         axis.errorbar([size(r) / 1024 for r in mine], [r["median_us"] for r in mine],
                       yerr=[[r["median_us"] - r["p20_us"] for r in mine], [r["p80_us"] - r["median_us"] for r in mine]],
+                      color=f"C{i % 10}", linestyle=("-", "--", ":")[i // 10 % 3],  # ten colours: the eleventh line is dashed
                       marker=MARKERS[i % len(MARKERS)], markersize=4, capsize=2, label=f"{line[0]}, {line[1]} ranks" + ", one GPU" * line[2])
     axis.set_xscale("log", base=2), axis.set_yscale("log")
     axis.xaxis.set_major_formatter(plt.FuncFormatter(lambda v, _: f"{v:g}"))
