@@ -23,7 +23,7 @@ SMALLEST = 4096      # bytes: below it every way costs a launch and a hop
 CLEARLY = 0.95       # NCCL must be this much faster to be chosen: its sums may round elsewhere
 LINEAR_ROWS = (64, 128, 256, 512, 1024, 2048)
 SPLITS = (("rows", 1), ("columns", 2), ("columns", 4), ("growing", 3), ("growing", 4), ("rows", 2), ("rows", 4))
-# ("resident", p) is not among them: its kernel has run on the emulator only. Add (1, 2, 4, 8) once benchmarks/comm/multi_gpu.sh has.
+# ("resident", p) is not among them: on a GPU lanes that wait for a piece slow down its product (docs/performance.md).
 
 
 def best_split(sizes: list, low: list, high: list) -> int:

@@ -131,26 +131,28 @@ class LlamaModel:
         new = lambda width: torch.empty(rows, width, dtype=h.dtype, device=h.device)  # noqa: E731
         q, act = new(c.num_heads * c.head_dim).view(rows, -1, c.head_dim), new(c.intermediate_size)
         a = torch.empty_like(q)
-        heads, only_exact = (c.num_heads, c.num_kv_heads, c.num_kv_heads), dict(exact=True) if batch.exact else {}
+        heads, mode = (c.num_heads, c.num_kv_heads, c.num_kv_heads), dict(exact=True) if batch.exact else dict(settled=True)
         workspace = (attention_workspace.exact_workspace_for(q, cache.k[0], batch.page_table) if batch.exact
                      else workspace_for(q, cache.k[0], batch.prefix_len.shape[0]))
+        self._keep_aux(aux, aux_layers, 0, h)
         for i, w in enumerate(self.layers):
-            self._keep_aux(aux, aux_layers, i, h)
             k_cache, v_cache = cache.k[i], cache.v[i]
             if w.q_norm is None and c.head_dim % 16 == 0:
                 skinny_qkv(h, w.qkv, batch.positions, batch.slots, self.cos_sin, q, k_cache, v_cache, bias=w.qkv_bias,
-                           norm=w.input_norm, eps=eps)
+                           norm=w.input_norm, eps=eps, settled=True)
             else:
                 qkv = skinny_linear(h, w.qkv, bias=w.qkv_bias, norm=w.input_norm, eps=eps)
                 q, k, v = qkv.view(rows, -1, c.head_dim).split(heads, dim=1)
                 rope_append(q, k, v, batch.positions, batch.slots, self.cos_sin, k_cache, v_cache, q_norm=w.q_norm,
                             k_norm=w.k_norm, eps=eps)
             tree_attention(q, k_cache, v_cache, batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
-                           row_base=batch.row_base, schedule=batch.schedule, workspace=workspace, out=a, **only_exact)
+                           row_base=batch.row_base, schedule=batch.schedule, workspace=workspace, out=a, **mode)
             skinny_linear(a.view(rows, -1), w.o, out=h, kind=ADD)
             skinny_linear(h, w.gate_up, bias=w.gate_up_bias, norm=w.post_norm, out=act, eps=eps, kind=SILU_MUL)
-            skinny_linear(act, w.down, out=h, kind=ADD)
-        self._keep_aux(aux, aux_layers, c.num_layers, h)
+            places = self._aux_places(aux, aux_layers, i + 1)
+            skinny_linear(act, w.down, out=h, kind=ADD, copy=places[0] if places else None)  # no launch of its own for what the draft reads
+            for place in places[1:]:
+                place.copy_(h)
         return self._norm(h, self.norm)
 
     def _add_norm(self, h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor],
@@ -185,10 +187,13 @@ class LlamaModel:
         return torch.empty(rows, len(aux_layers) * self.config.hidden_size, dtype=self.dtype, device=self.device)
 
     def _keep_aux(self, aux: Optional[torch.Tensor], aux_layers: tuple, layer: int, h: torch.Tensor) -> None:
-        if layer in aux_layers:
-            for slot, wanted in enumerate(aux_layers):
-                if wanted == layer:
-                    aux[:, slot * h.shape[1] : (slot + 1) * h.shape[1]].copy_(h)
+        for place in self._aux_places(aux, aux_layers, layer):
+            place.copy_(h)
+
+    def _aux_places(self, aux: Optional[torch.Tensor], aux_layers: tuple, layer: int) -> list:
+        """The columns of aux [R, H] that want the stream before `layer`."""
+        width = self.config.hidden_size
+        return [aux[:, slot * width:(slot + 1) * width] for slot, wanted in enumerate(aux_layers) if wanted == layer]
 
 
 def build(config: ModelConfig, source: TensorSource, dtype: torch.dtype, device: "torch.device | str") -> LlamaModel:

@@ -119,8 +119,9 @@ RULES = (
     Rule(r"fastverify generate --dummy .*", "fastverify generate --dummy tiny --token-ids 3,4,5 --max-new-tokens 8 --device cpu", quick=True),
     Rule(r"python benchmarks/loop/(bench_loop|bench_smollm2|bench_soak|bench_controller)\.py .*", why="a GPU, the demo model and minutes"),
     Rule(r"python benchmarks/loop/tp_differences\.py --new 32", why="two GPUs"),
-    Rule(r"python (benchmarks/comm/)?(bench_all_reduce|multi_gpu|soak_virtual)\.py .*|bash benchmarks/comm/multi_gpu\.sh", why="two GPUs"),
-    Rule(r"python benchmarks/comm/virtual_checks\.py", why="a GPU, which stands for all ranks"),
+    Rule(r"python (benchmarks/comm/)?(bench_all_reduce|multi_gpu)\.py .*|bash benchmarks/comm/multi_gpu\.sh", why="two GPUs"),
+    Rule(r"python benchmarks/comm/(virtual_checks\.py|soak_virtual\.py .*)", why="a GPU, which stands for all ranks"),
+    Rule(r"python tests/comm/nccl_one_card\.py", why="a GPU, MPS and NCCL >= 2.30"),
     Rule(r"python benchmarks/comm/model_page\.py"),
     Rule(r"fastverify evaluate --draft DIR --prompts eval/\*\.jsonl .*", why="the six prompt files of EAGLE's evaluation, an hour"),
 )

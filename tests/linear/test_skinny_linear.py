@@ -37,16 +37,24 @@ def test_sizes(backend, rng, inner, outer):
         check(backend, case(rng, 5, inner, outer, kind, norm=norm, pad=64))
 
 
+@pytest.mark.parametrize("inner,outer,rows", [(2304, 64, 1), (4096, 128, 5), (4128, 64, 17), (14336, 64, 33)])
+def test_long_inner(backend, rng, inner, outer, rows):
+    """More chunks of K than a warp has in flight."""
+    for kind, norm in ((0, True), (1, False), (2, True)):
+        check(backend, case(rng, rows, inner, outer, kind, norm=norm, bias=kind == 0, pad=64))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_on_the_cpu(rng, dtype):
     for kind in (0, 1, 2):
         check("cpu", case(rng, 4, 64, 32, kind, bias=True, dtype=dtype))
 
 
+@pytest.mark.parametrize("inner", [576, 2304])
 @pytest.mark.parametrize("kind", [0, 1, 2])
-def test_a_row_does_not_depend_on_the_others(backend, rng, kind):
+def test_a_row_does_not_depend_on_the_others(backend, rng, kind, inner):
     """The same bits alone, among 7, 20 and 32, whatever stands beside it."""
-    c = case(rng, 32, 576, 64, kind, bias=True)
+    c = case(rng, 32, inner, 64, kind, bias=True)
     whole = run_op(backend, OP, **c)["out"]
     for first, count in ((0, 1), (31, 1), (5, 7), (3, 20)):
         rows = slice(first, first + count)
@@ -83,3 +91,55 @@ def test_opcheck_and_wrapper(rng, kind):
     want = run_op("cpu", OP, **c)["out"]
     out = skinny_linear(c["x"], c["weight"], norm=c["norm"], out=c["out"] if kind == 1 else None, eps=1e-5, kind=kind)
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("rows", [1, 9, 33])
+def test_copy_gets_the_same_values(backend, rng, kind, rows):
+    """Into columns of a wider matrix, whose other columns stay as they are."""
+    c = case(rng, rows, 96, 64, kind, bias=True)
+    wide = torch.full((rows, 192), 7.0, dtype=BF16)
+    alone = run_op(backend, OP, **c)["out"]
+    got = run_op(backend, OP, **c, copy=wide[:, 64:128])
+    assert torch.equal(got["out"], alone) and torch.equal(got["copy"], alone)
+    direct = wide.clone()
+    skinny_linear(c["x"], c["weight"], bias=c["bias"], norm=c["norm"], out=c["out"].clone(), eps=c["eps"], kind=kind, copy=direct[:, 64:128])
+    assert (direct[:, :64] == 7).all() and (direct[:, 128:] == 7).all() and not (direct[:, 64:128] == 7).all()
+
+
+def test_no_copy_of_a_halved_result(rng):
+    c = case(rng, 4, 64, 32, 2)
+    with pytest.raises(RuntimeError, match="^skinny_linear: copy must be None for kind 2; got a tensor. Fix: copy the result"):
+        run_op("cpu", OP, **c, copy=c["out"].clone())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner", [576, 4096])
+def test_each_launch_reads_what_the_one_before_wrote(inner):
+    """Launches that overlap, over the same few buffers again and again: the bits of the same chain with a wait after every launch."""
+    torch.manual_seed(0)
+    rows = 8
+    weights = [(torch.randn(inner, inner, device="cuda") / inner**0.5).to(BF16) for _ in range(3)]
+    norm = torch.ones(inner, dtype=BF16, device="cuda")
+    starts = torch.randn(6, rows, inner, device="cuda").to(BF16)
+    h, other = torch.empty_like(starts[0]), torch.empty_like(starts[0])
+
+    def chain(outs: list, wait: bool) -> None:
+        for start in starts:
+            h.copy_(start)
+            for i in range(9):
+                skinny_linear(h, weights[i % 3], norm=norm, out=other, eps=1e-5)
+                if wait:
+                    torch.cuda.synchronize()
+                skinny_linear(other, weights[(i + 1) % 3], out=h, kind=1)
+                if wait:
+                    torch.cuda.synchronize()
+            outs.append(h.clone())
+
+    want: list = []
+    chain(want, True)
+    for _ in range(20):
+        got: list = []
+        chain(got, False)
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+    assert not torch.equal(want[0], want[1]) and all(t.isfinite().all() for t in want)
