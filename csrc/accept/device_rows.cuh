@@ -391,11 +391,10 @@ struct ChunksAhead {
         raw[k].fill([&](int v) { return load_readonly_16(from + v * (16 / sizeof(T))); });
     }
 };
-// The same as scan_simple() where the thread's first chunks are on their way.
-template <class T>
-__device__ __forceinline__ Bound scan_chunks(const Row<T>& row, int c, ChunksAhead<T>& ahead) {
+// Gives a scan the thread's whole chunks of a row from c on, the first of them on their way; the chunk after the last.
+template <class S, class T>
+__device__ __forceinline__ int take_chunks(S& scan, const Row<T>& row, int c, ChunksAhead<T>& ahead) {
     constexpr int kAhead = ChunksAhead<T>::kCount;
-    Scan<false, false, T> scan(row, 0.0f);
     const T* base = row.base;
     const int step = row.step, last = row.whole_last < row.last ? row.whole_last : row.last;
     while (c < last) {
@@ -408,7 +407,13 @@ __device__ __forceinline__ Bound scan_chunks(const Row<T>& row, int c, ChunksAhe
             c += step;
         }
     }
-    return scan.finish(row, c);
+    return c;
+}
+// The same as scan_simple() where the thread's first chunks are on their way.
+template <class T>
+__device__ __forceinline__ Bound scan_chunks(const Row<T>& row, int c, ChunksAhead<T>& ahead) {
+    Scan<false, false, T> scan(row, 0.0f);
+    return scan.finish(row, take_chunks(scan, row, c, ahead));
 }
 // The first largest logit of what a warp takes of a simple greedy row, its chunks on their way: kept in registers until its place
 // is asked for.
@@ -454,20 +459,8 @@ struct GreedyScan {
 };
 template <class T>
 __device__ __forceinline__ Word greedy_key(const Row<T>& row, int c, ChunksAhead<T>& ahead, bool* bad) {
-    constexpr int kAhead = ChunksAhead<T>::kCount;
     GreedyScan<T> scan;
-    const T* base = row.base;
-    const int step = row.step, last = row.whole_last < row.last ? row.whole_last : row.last;
-    while (c < last) {
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
-            if (c >= last) break;
-            const RawChunk<T> raw = ahead.raw[k];
-            if (c + kAhead * step < last) ahead.ask_one(k, base + (c + kAhead * step) * kChunk);
-            scan.take(raw, c);
-            c += step;
-        }
-    }
+    c = take_chunks(scan, row, c, ahead);
     if (c == row.whole_last && c < row.last) scan.take(load_chunk(row, c), c);
     __syncwarp();
     return scan.warp_key(bad);
