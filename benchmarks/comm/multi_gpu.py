@@ -7,7 +7,7 @@ Rows of a world size go to DIR/<device>-x<W>-<date>.json, each at once. Sections
 all_reduce_rms_norm: peer, host mailbox, our NCCL communicator, torch's NCCL, torch symmetric memory), peers (FlashInfer's and
 sglang-kernel's kernels), without-p2p (NCCL with NCCL_P2P_DISABLE=1), verifies (vocab-parallel verify_tree), loop (the decode loop), linears and resident (linear_all_reduce), one-card
 (linear_all_reduce of two ranks on one GPU under MPS: the mailbox over one real link). A section that fails or takes longer than
---section-seconds does not stop the others. A sample is one replay of a graph of 100 chained calls (20 and 10 of linears above 256 and 1024 rows)
+--section-seconds does not stop the others. A sample is one replay of a graph of 100 chained calls
 divided by them; a row is the minimum over ranks of the medians. NVLink multicast stays off. --rehearse: everything but the
 kernels over CPU processes.
 """

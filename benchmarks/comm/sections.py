@@ -216,7 +216,7 @@ def linear(me: Rank, args, name: str, comm, m: int, weight: torch.Tensor, reside
     shape = dict(W=me.world, M=m, N=n, K=k, over=name) | (dict(cards=1) if getattr(args, "same_gpu", False) else {})
     x = torch.randn(m, k, generator=torch.Generator(me.device).manual_seed(m), device=me.device).bfloat16()
     h, y = torch.zeros(m, n, dtype=torch.bfloat16, device=me.device), torch.zeros(m, n, dtype=torch.bfloat16, device=me.device)
-    kw = dict(chain=10 if m > 1024 else 20 if m > 256 else 100, repeats=min(8, args.repeats))
+    kw = dict(chain=100, repeats=min(8 if m <= 256 else 4, args.repeats))  # a replay of 4096 rows takes half a second
     own, parts = comm.transport != "nccl", y.split(m if comm.transport == "nccl" else max(1, min(m, comm.max_bytes // (2 * n))))
 
     def sum_alone() -> None:
