@@ -75,7 +75,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
         "tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? mask, Tensor cu_nodes, "
         "Tensor prefix_len, Tensor page_table, Tensor? schedule, Tensor? sinks, Tensor? k_scale, "
         "Tensor? v_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, SymInt row_base, "
-        "float scale, int window, float softcap, bool exact=False) -> ()");
+        "float scale, int window, float softcap, bool exact=False, bool settled=False) -> ()");
     // The same over one latent cache [pages,page,D] for all heads (DeepSeek, Kimi: absorbed form): q [R,H,D] against the
     // whole latent row, out [R,H,Dv] = weights x its first Dv dims. Tensor-core tiles for D = 512 + 64, Dv = 512.
     m.def(
@@ -85,14 +85,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastverify, m) {
     // ---- linear -------------------------------------------------------------------------------
     // Products of a few rows for models so small that launches cost more than weights. x [R,K] (norm [K]: RMSNorm of it,
     // rounded), weight [N,K], bias [N]. kind 0: out [R,N] = product; 1: out += product, rounded once; 2: out [R,N/2] =
-    // silu(first half) * second half. The result of a row does not depend on the rows beside it. CUDA: bf16.
+    // silu(first half) * second half. copy: out's values once more (kinds 0 and 1). The result of a row does not depend on the rows beside it. CUDA: bf16.
     m.def(
-        "skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor(a!) out, float eps, int kind) -> ()");
+        "skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor(a!) out, float eps, int kind, "
+        "Tensor(b!)? copy=None) -> ()");
     // The merged QKV product, rounded, then what rope_append (neox, no norm per head) does: q [R,Hq,D] rotated, K and V to
     // their slots. Rows with slot -1: nothing is touched.
     m.def(
         "skinny_qkv(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor positions, Tensor slots, Tensor cos_sin, "
-        "Tensor(a!) q, Tensor(b!) k_cache, Tensor(c!) v_cache, float eps) -> ()");
+        "Tensor(a!) q, Tensor(b!) k_cache, Tensor(c!) v_cache, float eps, bool settled=False) -> ()");
 
     // ---- comm ---------------------------------------------------------------------------------
     // comm: address of an fv_comm (csrc/comm/fv_comm.h), Communicator.handle. x of every rank, contiguous, same shape;

@@ -15,7 +15,7 @@ void tree_attention_cpu(const Tensor q, const Tensor k_cache, const Tensor v_cac
                         const std::optional<Tensor> /*schedule*/, const std::optional<Tensor> sinks,
                         const std::optional<Tensor> k_scale, const std::optional<Tensor> v_scale, Tensor out,
                         const std::optional<Tensor> lse, const std::optional<Tensor> /*workspace*/, int64_t row_base,
-                        double scale, int64_t window, double softcap, bool /*exact: always*/) {
+                        double scale, int64_t window, double softcap, bool /*exact: always*/, bool /*settled*/) {
     const auto [rows, heads, d, kv_heads, requests, ks, vs] =
         check_attention(kOp, q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, sinks, k_scale, v_scale, out, lse,
                         row_base, scale, window, softcap);

@@ -47,7 +47,7 @@ void tree_attention_cuda(const Tensor q, const Tensor k_cache, const Tensor v_ca
                          const std::optional<Tensor> /*schedule*/, const std::optional<Tensor> sinks,
                          const std::optional<Tensor> k_scale, const std::optional<Tensor> v_scale, Tensor out,
                          const std::optional<Tensor> lse, const std::optional<Tensor> workspace, int64_t row_base,
-                         double scale, int64_t window, double softcap, bool exact) {
+                         double scale, int64_t window, double softcap, bool exact, bool settled) {
     const AttentionSizes n = check_attention(kOp, q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, sinks, k_scale,
                                              v_scale, out, lse, row_base, scale, window, softcap);
     check_optional(kOp, "workspace", workspace, {ScalarType::Byte}, {kAny}, q);
@@ -74,7 +74,8 @@ void tree_attention_cuda(const Tensor q, const Tensor k_cache, const Tensor v_ca
         return;
     }
     if (!exact && takes_short(p, launch.props.major, launch.props.sms) && tiles_can_read(p)) {
-        run_short(launch, p);
+        if (settled) run_block(launch, p, settled);
+        else run_short(launch, p);
         return;
     }
     const bool sm90 = launch.props.major == 9 && (p.kv_type == p.q_type || p.kv_type == Element::kE4m3) &&

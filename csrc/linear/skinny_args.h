@@ -28,12 +28,14 @@ inline SkinnySizes check_skinny(const char* op, const Tensor& x, const Tensor& w
 }
 
 inline SkinnySizes check_skinny_linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, const OptTensor& norm,
-                                       const Tensor& out, double eps, int64_t kind) {
+                                       const Tensor& out, double eps, int64_t kind, const OptTensor& copy) {
     constexpr const char* op = "skinny_linear";
     const SkinnySizes s = check_skinny(op, x, weight, bias, norm, eps);
     FV_CHECK(kind >= kSkinnyPlain && kind <= kSkinnySiluMul, op, ": kind must be 0 (plain), 1 (add to out) or 2 (silu of the first half times the second); got ",
              kind, ". Fix: pass one of them.");
     check_tensor(op, "out", out, {s.type}, {s.rows, kind == kSkinnySiluMul ? s.outer / 2 : s.outer}, x, true);
+    FV_CHECK(!copy || kind != kSkinnySiluMul, op, ": copy must be None for kind 2; got a tensor. Fix: copy the result.");
+    if (copy) check_tensor(op, "copy", *copy, {s.type}, {s.rows, s.outer}, x, true);
     return s;
 }
 

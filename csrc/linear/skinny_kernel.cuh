@@ -9,6 +9,7 @@
 #pragma once
 #include "algo/convert.h"
 #include "common/launch.h"
+#include "common/dev_carveout.h"
 #include "common/ptx.cuh"
 
 namespace fv::skinny {
@@ -55,7 +56,8 @@ __device__ __forceinline__ float squares(uint32_t x) {
 }
 
 // kTiles groups of eight rows. Epilogue: rows(tile, low, high) names the weight rows low..low+7 and high..high+7 of a block;
-// early(row, tile, low) loads what store needs besides the products (after the wait, before them); store(early, row, tile, low,
+// early(row, tile, low) loads what store needs besides the products (after the wait, before them; before it where early_before_wait());
+// store(early, row, tile, low,
 // high, a, b) takes the products of weight rows low and high.
 template <int kTiles, int kAhead, class Epilogue>
 __global__ void __launch_bounds__(kThreads, kAhead == kAheadShort ? 3 : 2) skinny_kernel(const __grid_constant__ Params p, const __grid_constant__ Epilogue epilogue) {
@@ -96,6 +98,9 @@ __global__ void __launch_bounds__(kThreads, kAhead == kAheadShort ? 3 : 2) skinn
     const bool stores = row < 8 * kTiles && first + row < p.rows;
     float bias_low = 0.0f, bias_high = 0.0f;
     if (p.bias) bias_low = bf16_to_float(p.bias[low + pair]), bias_high = bf16_to_float(p.bias[high + pair]);
+    typename Epilogue::Early early = {};
+    bool missing = stores;  // early
+    if (missing && epilogue.early_before_wait()) early = epilogue.early(first + row, tile, low + pair), missing = false;
     wait_for_previous_launch();
 
     auto x_at = [&](int t, int chunk) -> uint4 {  // eight values of row 8 t + g
@@ -103,8 +108,7 @@ __global__ void __launch_bounds__(kThreads, kAhead == kAheadShort ? 3 : 2) skinn
         if (at >= p.rows || chunk >= chunks) return make_uint4(0, 0, 0, 0);
         return __ldcg(reinterpret_cast<const uint4*>(p.x + at * p.x_row + chunk * kChunk + c * 8));  // not what an L1 may still hold
     };
-    typename Epilogue::Early early = {};
-    if (warp >= chunks && stores) early = epilogue.early(first + row, tile, low + pair);  // this warp has no share of the sums
+    if (warp >= chunks && missing) early = epilogue.early(first + row, tile, low + pair);  // this warp has no share of the sums
     float acc[kTiles][4] = {}, square[kTiles] = {};
     for (int begin = warp; begin < chunks; begin += kWarps * kAhead) {
         if (begin != warp) load(begin);
@@ -116,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, kAhead == kAheadShort ? 3 : 2) skinn
 #pragma unroll
                 for (int t = 0; t < kTiles; ++t) x[j][t] = x_at(t, begin + kWarps * (j0 + j));
             }
-            if (j0 == 0 && begin == warp && stores) early = epilogue.early(first + row, tile, low + pair);
+            if (j0 == 0 && begin == warp && missing) early = epilogue.early(first + row, tile, low + pair);
 #pragma unroll
             for (int j = 0; j < kStep; ++j) {
                 if (begin + kWarps * (j0 + j) >= chunks) break;
@@ -170,6 +174,7 @@ void run_skinny(const Launch& launch, const Params& p, const Epilogue& epilogue)
     const auto kernel = p.rows <= 8 && short_k ? skinny_kernel<1, kAheadShort, Epilogue> : p.rows <= 8 ? skinny_kernel<1, kAhead, Epilogue>
                       : p.rows <= 16 ? skinny_kernel<2, kAhead, Epilogue> : p.rows <= 24 ? skinny_kernel<3, kAhead, Epilogue>
                       : skinny_kernel<4, kAhead, Epilogue>;
+    dev_carveout(kernel);
     launch.run_overlapped(kernel, grid, dim3(kThreads), 0, p, epilogue);
 }
 

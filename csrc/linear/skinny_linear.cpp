@@ -9,8 +9,8 @@ namespace fv {
 namespace {
 
 void skinny_linear_cpu(const Tensor x, const Tensor weight, const OptTensor bias, const OptTensor norm, Tensor out, double eps,
-                       int64_t kind) {
-    const SkinnySizes s = check_skinny_linear(x, weight, bias, norm, out, eps, kind);
+                       int64_t kind, const OptTensor copy) {
+    const SkinnySizes s = check_skinny_linear(x, weight, bias, norm, out, eps, kind, copy);
     const int64_t width = out.size(1), item = element_bytes(s.type);
     torch::stable::parallel_for(0, s.rows, 1, [&](int64_t begin, int64_t end) {
         std::vector<float> in, y, old(static_cast<size_t>(width));
@@ -25,6 +25,7 @@ void skinny_linear_cpu(const Tensor x, const Tensor weight, const OptTensor bias
                 if (kind == kSkinnySiluMul) v = v / (1.0f + std::exp(-v)) * y[static_cast<size_t>(i + width)];
             }
             store_row(y.data(), s.type, to, static_cast<int>(width));
+            if (copy) store_row(y.data(), s.type, mptr<char>(*copy) + r * copy->stride(0) * item, static_cast<int>(width));
         }
     });
 }

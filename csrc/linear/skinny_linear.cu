@@ -15,14 +15,17 @@ void run_silu_mul(const Launch& launch, const Params& p, uint16_t* out, int64_t 
 namespace {
 
 struct Plain {
-    uint16_t* out;
-    int64_t row_stride;
+    uint16_t *out, *copy;  // copy: null, or where the values go a second time
+    int64_t row_stride, copy_row;
     struct Early {};
+    __device__ bool early_before_wait() const { return false; }
     __device__ void rows(int tile, int& low, int& high) const { low = tile * kTile, high = low + 8; }
     __device__ Early early(int, int, int) const { return {}; }
     __device__ void store(Early, int row, int, int low, int high, float a, float b) const {
-        out[row * row_stride + low] = float_to_bf16(a);
-        out[row * row_stride + high] = float_to_bf16(b);
+        const uint16_t x = float_to_bf16(a), y = float_to_bf16(b);
+        out[row * row_stride + low] = x;
+        out[row * row_stride + high] = y;
+        if (copy) copy[row * copy_row + low] = x, copy[row * copy_row + high] = y;
     }
 };
 
@@ -37,14 +40,15 @@ struct Add : Plain {
 };
 
 void skinny_linear_cuda(const Tensor x, const Tensor weight, const OptTensor bias, const OptTensor norm, Tensor out, double eps,
-                        int64_t kind) {
-    const SkinnySizes s = check_skinny_linear(x, weight, bias, norm, out, eps, kind);
+                        int64_t kind, const OptTensor copy) {
+    const SkinnySizes s = check_skinny_linear(x, weight, bias, norm, out, eps, kind, copy);
     if (s.rows == 0 || s.outer == 0) return;
     const Params p = params("skinny_linear", s, x, weight, bias, norm, eps);
     const Launch launch("skinny_linear", x);
     uint16_t* to = mptr<uint16_t>(out);
-    if (kind == kSkinnyPlain) run_skinny(launch, p, Plain{to, out.stride(0)});
-    else if (kind == kSkinnyAdd) run_skinny(launch, p, Add{{to, out.stride(0)}});
+    const Plain plain{to, copy ? mptr<uint16_t>(*copy) : nullptr, out.stride(0), copy ? copy->stride(0) : 0};
+    if (kind == kSkinnyPlain) run_skinny(launch, p, plain);
+    else if (kind == kSkinnyAdd) run_skinny(launch, p, Add{plain});
     else run_silu_mul(launch, p, to, out.stride(0));
 }
 

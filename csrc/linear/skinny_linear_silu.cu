@@ -15,6 +15,7 @@ struct SiluMul {
     int64_t row_stride;
     int32_t half;
     struct Early {};
+    __device__ bool early_before_wait() const { return false; }
     __device__ void rows(int tile, int& low, int& high) const { low = tile * 8, high = half + low; }
     __device__ Early early(int, int, int) const { return {}; }
     __device__ void store(Early, int row, int, int low, int, float a, float b) const {

@@ -9,7 +9,7 @@ namespace fv {
 namespace {
 
 void skinny_qkv_cpu(const Tensor x, const Tensor weight, const OptTensor bias, const OptTensor norm, const Tensor positions,
-                    const Tensor slots, const Tensor cos_sin, Tensor q, Tensor k_cache, Tensor v_cache, double eps) {
+                    const Tensor slots, const Tensor cos_sin, Tensor q, Tensor k_cache, Tensor v_cache, double eps, bool /*settled*/) {
     const QkvSizes n = check_skinny_qkv(x, weight, bias, norm, positions, slots, cos_sin, q, k_cache, v_cache, eps);
     const SkinnySizes& s = n.s;
     const int64_t item = element_bytes(s.type), d = n.head_dim, half = d / 2;

@@ -27,6 +27,7 @@ struct Qkv {
     int64_t max_positions, capacity;
     int32_t heads, kv_heads, head_dim, page_size;
     Divider by_page_size;  // of slots below 2^32
+    bool settled;          // positions and slots were written before the launch before this one began
 
     __device__ void rows(int tile, int& low, int& high) const {
         const int per_head = head_dim / kTile, head = tile / per_head;
@@ -38,9 +39,10 @@ struct Qkv {
         float c, s;
         bool live;
     };
+    __device__ bool early_before_wait() const { return settled; }
     __device__ Early early(int row, int, int low) const {
-        const int64_t slot = slots[row];
-        const int32_t position = positions[row];
+        const int64_t slot = __ldcg(slots + row);  // not what an L1 may still hold
+        const int32_t position = __ldcg(positions + row);
         if (slot < 0 || slot >= capacity || position < 0 || position >= max_positions) return {0, 0.0f, 0.0f, false};
         const float* at = cos_sin + position * static_cast<int64_t>(head_dim) + low % head_dim;
         return {slot, at[0], at[head_dim / 2], true};
@@ -69,7 +71,7 @@ struct Qkv {
 Cache cache_of(const Tensor& t) { return {mptr<uint16_t>(t), t.stride(0), t.stride(1), t.stride(2)}; }
 
 void skinny_qkv_cuda(const Tensor x, const Tensor weight, const OptTensor bias, const OptTensor norm, const Tensor positions,
-                     const Tensor slots, const Tensor cos_sin, Tensor q, Tensor k_cache, Tensor v_cache, double eps) {
+                     const Tensor slots, const Tensor cos_sin, Tensor q, Tensor k_cache, Tensor v_cache, double eps, bool settled) {
     const QkvSizes n = check_skinny_qkv(x, weight, bias, norm, positions, slots, cos_sin, q, k_cache, v_cache, eps);
     if (n.s.rows == 0) return;
     const Params p = params("skinny_qkv", n.s, x, weight, bias, norm, eps);
@@ -77,7 +79,7 @@ void skinny_qkv_cuda(const Tensor x, const Tensor weight, const OptTensor bias, 
     run_skinny(launch, p, Qkv{mptr<uint16_t>(q), q.stride(0), q.stride(1), cache_of(k_cache), cache_of(v_cache),
                               cptr<int32_t>(positions), cptr<int64_t>(slots), cptr<float>(cos_sin), n.max_positions, n.capacity,
                               static_cast<int32_t>(n.heads), static_cast<int32_t>(n.kv_heads), static_cast<int32_t>(n.head_dim),
-                              static_cast<int32_t>(n.page_size), divider(static_cast<uint32_t>(n.page_size))});
+                              static_cast<int32_t>(n.page_size), divider(static_cast<uint32_t>(n.page_size)), settled});
 }
 
 }  // namespace

@@ -14,7 +14,7 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
                    sinks: Optional[torch.Tensor] = None, k_scale: Optional[torch.Tensor] = None,
                    v_scale: Optional[torch.Tensor] = None, schedule: Optional[torch.Tensor] = None,
                    out: Optional[torch.Tensor] = None, lse: Optional[torch.Tensor] = None,
-                   workspace: Optional[torch.Tensor] = None, exact: bool = False) -> torch.Tensor:
+                   workspace: Optional[torch.Tensor] = None, exact: bool = False, settled: bool = False) -> torch.Tensor:
     """Attention of q [R, Hq, D] (bf16|fp16|fp32, rows may be strided); returns out [R, Hq, D] in q's dtype.
 
     k_cache, v_cache [pages, page_size, Hkv, D] bf16|fp16|fp32|fp8 e4m3: position p of request b is at page
@@ -38,6 +38,8 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     On CUDA bits depend on the shapes, the lengths of the batch and the GPU; repeats are bit-equal. exact=True: as on the CPU, a
     row has the bits of the plain decoding row at its position on that GPU (both calls exact); each row then reads its own KV,
     and the workspace is exact_workspace_for's. The CPU op is always exact; the Triton version refuses it.
+    settled=True promises that everything but q and the rows of the tree itself (lengths, page table, mask, K and V of the prefix) was
+    written before the launch before this one in the stream began: small models' kernel then reads it while that launch still runs.
     Errors: RuntimeError for shapes, dtypes, devices; on the CPU also for bad cu_nodes, prefix_len or page ids, which the
     CUDA kernel clamps.
     Cost: one read of the visible KV per 96 rows of a kv head (CUDA: per 128 rows, 64 for head_dim 256); one launch (exact: two). Graph-safe when out and workspace are given.
@@ -50,5 +52,5 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
         workspace = exact_workspace_for(q, k_cache, page_table) if exact else workspace_for(q, k_cache, prefix_len.shape[0])
     _ops.require_kernel("tree_attention", q.device)
     _ops.get("tree_attention")(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, schedule, sinks, k_scale, v_scale, out,
-                               lse, workspace, row_base, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap, exact)
+                               lse, workspace, row_base, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap, exact, settled)
     return out

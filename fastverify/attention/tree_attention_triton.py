@@ -219,7 +219,7 @@ def device_limits(device: torch.device) -> tuple:
 
 
 def tree_attention(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, schedule, sinks, k_scale, v_scale, out, lse,
-                   workspace, row_base, scale, window, softcap, exact=False) -> None:
+                   workspace, row_base, scale, window, softcap, exact=False, settled=False) -> None:
     """The schema's positional arguments (csrc/ops.cpp); schedule and workspace are not used; no exact mode."""
     if exact:
         raise RuntimeError(f"{OP}: exact must be False in the Triton version; got True. Fix: use a build with CUDA kernels.")

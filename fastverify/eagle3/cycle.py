@@ -23,7 +23,7 @@ from .ring import Ring
 from .shapes import Shape
 from .sharded import accept_sharded
 
-PAIRS = 64  # true pairs of plain cycles that a request collects before the draft runs over them
+PAIRS = 128  # true pairs of plain cycles that a request collects before the draft runs over them
 STOP_IDS = 16
 
 

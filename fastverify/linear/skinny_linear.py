@@ -13,7 +13,7 @@ MAX_INNER = 2048         # beyond it a block's own norm of all rows, and one pas
 
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, *, bias: Optional[torch.Tensor] = None,
                   norm: Optional[torch.Tensor] = None, out: Optional[torch.Tensor] = None, eps: float = 1e-6,
-                  kind: int = PLAIN) -> torch.Tensor:
+                  kind: int = PLAIN, copy: Optional[torch.Tensor] = None) -> torch.Tensor:
     """out = f(RMSNorm(x) @ weight.T + bias), fp32 sums, rounded once.
 
     x [R, K], weight [N, K] (K a multiple of 32, N of 16), bias [N]; one dtype, bfloat16 on CUDA, any float on the CPU.
@@ -21,6 +21,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, *, bias: Optional[torch
           its sums; on the CPU x is normed first and rounded. None: x as it is.
     kind  PLAIN: out [R, N]. ADD: out [R, N] (in/out) += product. SILU_MUL: out [R, N/2] = silu(first half) * second half
     out   written and returned; allocated when None (not for ADD)
+    copy  [R, N], rows may be strided: gets out's values too (not for SILU_MUL)
     The bits of a row depend on K and N alone, not on the rows beside it, their number or their place (CUDA; the basis of
     exact mode). Errors: RuntimeError on a wrong shape, dtype or device. Cost: the weight once per 32 rows, one launch, which
     may start while the launch before it ends (sm_90 and newer). Graph-safe with `out`. Source: csrc/linear/skinny_linear.cu.
@@ -28,7 +29,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, *, bias: Optional[torch
     if out is None:
         out = torch.empty(x.shape[0], weight.shape[0] // (2 if kind == SILU_MUL else 1), dtype=x.dtype, device=x.device)
     _ops.require_kernel("skinny_linear", x.device)
-    _ops.get("skinny_linear")(x, weight, bias, norm, out, eps, kind)
+    _ops.get("skinny_linear")(x, weight, bias, norm, out, eps, kind, copy)
     return out
 
 

@@ -65,7 +65,7 @@ def visible_columns(mask, row: int, index: int, columns: int) -> list:
 
 
 def tree_attention(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, schedule, sinks, k_scale, v_scale,
-                   out, lse, workspace, row_base, scale, window, softcap, exact=False) -> None:
+                   out, lse, workspace, row_base, scale, window, softcap, exact=False, settled=False) -> None:
     """Every row on its own: gather its visible keys in position order, then softmax(q k) v. See csrc/ops.cpp."""
     page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     group = q.shape[1] // kv_heads

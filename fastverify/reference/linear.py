@@ -17,15 +17,17 @@ def product(x, weight, bias, norm, eps) -> torch.Tensor:
     return y if bias is None else y + bias.double()
 
 
-def skinny_linear(x, weight, bias, norm, out, eps, kind) -> None:
+def skinny_linear(x, weight, bias, norm, out, eps, kind, copy=None) -> None:
     y = product(x, weight, bias, norm, eps)
     if kind == 2:
         gate, up = y.chunk(2, dim=1)
         y = F.silu(gate) * up
     out.copy_(y + out.double() if kind == 1 else y)
+    if copy is not None:
+        copy.copy_(out)
 
 
-def skinny_qkv(x, weight, bias, norm, positions, slots, cos_sin, q, k_cache, v_cache, eps) -> None:
+def skinny_qkv(x, weight, bias, norm, positions, slots, cos_sin, q, k_cache, v_cache, eps, settled=False) -> None:
     rows, heads, d = q.shape
     kv = k_cache.shape[2]
     qkv = product(x, weight, bias, norm, eps).to(x.dtype).view(rows, -1, d)

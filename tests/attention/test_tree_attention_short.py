@@ -1,4 +1,5 @@
-"""tree_attention's kernel of short sequences (clusters; head_dim 64, bf16) against the oracle, on CUDA and its emulation."""
+"""tree_attention's kernels of short sequences (head_dim 64, bf16) against the oracle, on CUDA and its emulation: clusters, and one
+block per kv head that may read before the launch before has ended (settled)."""
 
 import random
 
@@ -21,8 +22,13 @@ def kernel(request, monkeypatch):
     return request.param
 
 
-def compare(kernel: str, case: dict) -> None:
-    case = {k: v for k, v in case.items() if k != "parents"}
+@pytest.fixture(params=[False, True], ids=["", "settled"])
+def settled(request):
+    return request.param
+
+
+def compare(kernel: str, case: dict, settled: bool) -> None:
+    case = {k: v for k, v in case.items() if k != "parents"} | dict(settled=settled)
     got, want = run_op(kernel, "tree_attention", **case), run_op("reference", "tree_attention", **case)
     error = (got["out"].double() - want["out"].double()).abs() / (1 + want["out"].double().abs())
     assert not got["out"].isnan().any() and (error <= 1.2e-2).all(), error.max()
@@ -36,21 +42,21 @@ def case_of(rng, counts: list, prefixes: list, kv_heads: int, group: int, page_s
 
 @pytest.mark.parametrize("group,kv_heads", [(1, 2), (3, 3), (4, 2), (9, 1)])
 @pytest.mark.parametrize("counts,prefixes", [([1], [0]), ([1], [15]), ([4], [16]), ([5, 1], [37, 300]), ([0, 7, 0], [9, 130, 0]), ([20], [517])])
-def test_trees(kernel, rng, group, kv_heads, counts, prefixes):
-    compare(kernel, case_of(rng, counts, prefixes, kv_heads, group))
+def test_trees(kernel, settled, rng, group, kv_heads, counts, prefixes):
+    compare(kernel, case_of(rng, counts, prefixes, kv_heads, group), settled)
 
 
 @pytest.mark.parametrize("chain", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 5, 40, 500])
-def test_chains_and_windows(kernel, rng, chain, window):
-    compare(kernel, case_of(rng, [9, 3], [70, 18], 2, 3, chain=chain, window=window))
+def test_chains_and_windows(kernel, settled, rng, chain, window):
+    compare(kernel, case_of(rng, [9, 3], [70, 18], 2, 3, chain=chain, window=window), settled)
 
 
-def test_row_base_and_other_page_sizes(kernel, rng):
+def test_row_base_and_other_page_sizes(kernel, settled, rng):
     pick = random.Random(2)
     for page in (1, 5, 16, 64):
         n = pick.randrange(1, 30)
-        compare(kernel, case_of(rng, [n], [pick.randrange(0, 400)], 3, 3, page_size=page))
+        compare(kernel, case_of(rng, [n], [pick.randrange(0, 400)], 3, 3, page_size=page), settled)
 
 
 def test_a_long_capacity_goes_elsewhere_and_agrees(kernel, rng):
@@ -64,8 +70,48 @@ def test_a_long_capacity_goes_elsewhere_and_agrees(kernel, rng):
     torch.testing.assert_close(short.float(), other.float(), rtol=2e-2, atol=1e-2)
 
 
-def test_repeats_are_bit_equal(kernel, rng):
-    case = {k: v for k, v in case_of(rng, [20, 3], [300, 41], 3, 3).items() if k != "parents"}
+def test_repeats_are_bit_equal(kernel, settled, rng):
+    case = {k: v for k, v in case_of(rng, [20, 3], [300, 41], 3, 3).items() if k != "parents"} | dict(settled=settled)
     first = run_op(kernel, "tree_attention", **case)["out"]
     for _ in range(3):
         assert torch.equal(run_op(kernel, "tree_attention", **case)["out"], first)
+
+
+@pytest.mark.parametrize("prefix,nodes", [(0, 1), (1, 1), (15, 1), (16, 1), (17, 2), (255, 1), (511, 3), (513, 5), (900, 8), (1500, 20)])
+def test_settled_prefixes_around_what_is_held(kernel, rng, prefix, nodes):
+    """Steps of 16 keys: wholly in the prefix (loaded before the wait), across its end, behind it; more of them than a warp holds."""
+    compare(kernel, case_of(rng, [nodes], [prefix], 3, 3), True)
+
+
+@pytest.mark.gpu
+def test_settled_reads_what_the_launch_before_wrote():
+    """q and the rows of the tree come from the launch right before, again and again: 250 replays of a chain of eight."""
+    from fastverify import skinny_qkv, tree_attention
+    torch.manual_seed(0)
+    rows, heads, kv, d, prefix, width = 4, 9, 3, 64, 200, 576
+    new = lambda *shape: torch.randn(*shape, device="cuda").to(BF16)  # noqa: E731
+    i32 = lambda *v: torch.tensor(v, dtype=torch.int32, device="cuda")  # noqa: E731
+    x, weight, k, v = new(rows, width), new((heads + 2 * kv) * d, width), new(32, 16, kv, d), new(32, 16, kv, d)
+    table, slots = torch.arange(32, dtype=torch.int32, device="cuda")[None], torch.arange(prefix, prefix + rows, device="cuda")
+    positions, cos_sin, q = slots.int(), torch.randn(512, d, device="cuda"), new(rows, heads, d)
+    outs, inputs = torch.zeros(8, rows, heads, d, dtype=BF16, device="cuda"), new(8, rows, width)
+
+    def chain(settled: bool) -> None:
+        for i in range(8):
+            x.copy_(inputs[i])
+            skinny_qkv(x, weight, positions, slots, cos_sin, q, k, v, settled=settled)
+            tree_attention(q, k, v, cu, length, table, out=outs[i], settled=settled)
+
+    cu, length = i32(0, rows), i32(prefix)
+    chain(True)
+    torch.cuda.synchronize()
+    want = outs.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(True)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(250):
+        outs.zero_()
+        graph.replay()
+        wrong += (outs != want).any().long()
+    assert int(wrong) == 0 and not torch.equal(want[0], want[1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastverify import GraphDecoder, NgramDrafter, SamplingParams, load_draft, load_target
-from fastverify.eagle3.cycle import PAIRS
+from fastverify.eagle3.cycle import PAIRS, CatchUp
 from fastverify.eagle3.graph_loop import GraphLoop
 from fastverify.eagle3.shapes import OFF, parse_shape
 from loop_checks import DATA, PROMPTS, VOCAB, assert_same_text, decoder, golden, plain_text, rows_of, slots_of
@@ -126,6 +126,18 @@ def test_shapes_that_change(period):
     jobs = finish(made, max_new=PAIRS + 44)
     assert_same_text(PROMPTS, [j.tokens for j in jobs], plain_text(PROMPTS, PAIRS + 44)[0])
     assert len(made.stats.steps) == (2 if period > PAIRS else 3) and made.stats.tau > 1.1
+
+
+def test_a_slow_draft_costs_little_while_plain(monkeypatch):
+    """A draft forward that takes two plain steps takes less than 2 % of them: it runs once in PAIRS of them, over all at once."""
+    calls, real = [], CatchUp.run
+    monkeypatch.setattr(CatchUp, "run", lambda self: (calls.append(1), real(self)))
+    made = loop("off,chain-2", max_batch=1, max_length=256)
+    made.controller = lambda batch, processors=False, c=Alternating(made.shapes, 10**6): c
+    job = made.submit(PROMPTS[2], 168)
+    for _ in made.run():
+        pass
+    assert len(job.tokens) == 168 and calls and 2 * len(calls) <= 0.02 * 168
 
 
 def test_caught_up_drafts_are_those_of_the_host_loop():
@@ -354,3 +366,11 @@ def test_bfloat16_captured_is_eager(shape):
         made.pool.buckets = (4,)
         texts.append([j.tokens for j in finish(made)])
     assert texts[0] == texts[1] and all(len(t) == 40 for t in texts[0])
+
+
+@pytest.mark.gpu
+def test_the_draft_catches_up_in_one_launch():
+    """Captured, as cycles are: some thirty launches would take a plain step of a small model each time."""
+    made = loop("off,chain-2", "cuda", torch.bfloat16, max_batch=1)
+    finish(made, PROMPTS[:1], 4)
+    assert [run.__self__.__class__ for run in made._catch_up.values()] == [torch.cuda.CUDAGraph]

@@ -83,3 +83,23 @@ def test_opcheck_and_wrapper(rng, kind):
     want = run_op("cpu", OP, **c)["out"]
     out = skinny_linear(c["x"], c["weight"], norm=c["norm"], out=c["out"] if kind == 1 else None, eps=1e-5, kind=kind)
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("rows", [1, 9, 33])
+def test_copy_gets_the_same_values(backend, rng, kind, rows):
+    """Into columns of a wider matrix, whose other columns stay as they are."""
+    c = case(rng, rows, 96, 64, kind, bias=True)
+    wide = torch.full((rows, 192), 7.0, dtype=BF16)
+    alone = run_op(backend, OP, **c)["out"]
+    got = run_op(backend, OP, **c, copy=wide[:, 64:128])
+    assert torch.equal(got["out"], alone) and torch.equal(got["copy"], alone)
+    direct = wide.clone()
+    skinny_linear(c["x"], c["weight"], bias=c["bias"], norm=c["norm"], out=c["out"].clone(), eps=c["eps"], kind=kind, copy=direct[:, 64:128])
+    assert (direct[:, :64] == 7).all() and (direct[:, 128:] == 7).all() and not (direct[:, 64:128] == 7).all()
+
+
+def test_no_copy_of_a_halved_result(rng):
+    c = case(rng, 4, 64, 32, 2)
+    with pytest.raises(RuntimeError, match="^skinny_linear: copy must be None for kind 2; got a tensor. Fix: copy the result"):
+        run_op("cpu", OP, **c, copy=c["out"].clone())

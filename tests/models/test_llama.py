@@ -1,5 +1,7 @@
 """The network against transformers on random weights: whole, in chunks, token by token, as trees, and its aux states."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import random_parents
@@ -142,3 +144,33 @@ def test_two_forwards_are_equal_bit_for_bit(small, rng):
     first = Requests(model, 1, rng).chain(prompt, aux_layers=(0, 3))
     second = Requests(model, 1, rng).chain(prompt, aux_layers=(0, 3))
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+def test_aux_states_cost_no_launch_where_launches_count():
+    """The products of the five-launch form write the draft's features themselves: no copy per layer that the draft reads."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from fastverify.models.dummy import dummy_target
+
+    class Ops(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(func.overloadpacket._qualified_op_name)
+            return func(*args, **(kwargs or {}))
+
+    model, found = dummy_target("tiny", torch.float32), {}
+    for layers in ((), (2, 3, 4), (0, 7, 2, 2)):
+        requests = Requests(model, 1, torch.Generator().manual_seed(0))
+        batch = requests.batch([[5, 9, 11]], [[0, 1, 2]])
+        with Ops() as ops:
+            found[layers] = model.forward(replace(batch, exact=True), requests.cache, layers)
+        assert ops.names.count("aten::copy_") == {(): 0, (2, 3, 4): 0, (0, 7, 2, 2): 2}[layers]  # before the first layer; the second of two
+    assert torch.equal(found[()][0], found[(2, 3, 4)][0])
+    first, second = found[(2, 3, 4)][1], found[(0, 7, 2, 2)][1]
+    h = model.config.hidden_size
+    assert torch.equal(first[:, :h], second[:, 2 * h:3 * h]) and torch.equal(second[:, 2 * h:3 * h], second[:, 3 * h:])
+    _, want = model.forward(batch, Requests(model, 1, torch.Generator().manual_seed(0)).cache, (2, 3, 4))
+    torch.testing.assert_close(first, want, rtol=1e-3, atol=1e-4)
