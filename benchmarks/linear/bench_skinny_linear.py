@@ -16,7 +16,8 @@ from fastverify.linear.skinny_linear import ADD, PLAIN, SILU_MUL, skinny_linear 
 
 # name, K, N, kind, norm
 PRODUCTS = [("qkv", 576, 960, PLAIN, True), ("o", 576, 576, ADD, False), ("gate_up", 576, 3072, SILU_MUL, True), ("down", 1536, 576, ADD, False),
-            ("head", 576, 49152, PLAIN, False), ("8B o", 4096, 4096, ADD, False), ("8B qkv", 4096, 6144, PLAIN, False)]
+            ("head", 576, 49152, PLAIN, False), ("8B o", 4096, 4096, ADD, False), ("8B qkv", 4096, 6144, PLAIN, True), ("8B gate_up", 4096, 28672, SILU_MUL, True), ("8B down", 14336, 4096, ADD, False),
+            ("8B head", 4096, 128256, PLAIN, False)]
 
 
 def torch_product(x, w, norm, out, kind):

@@ -4,7 +4,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "linear/skinny_args.h"
-#include "linear/skinny_kernel.cuh"
+#include "linear/wide_kernel.cuh"
 
 namespace fv {
 namespace skinny {
@@ -26,7 +26,9 @@ struct SiluMul {
 }  // namespace
 
 void run_silu_mul(const Launch& launch, const Params& p, uint16_t* out, int64_t row_stride) {
-    run_skinny(launch, p, SiluMul{out, row_stride, static_cast<int32_t>(p.outer / 2)});
+    const SiluMul to{out, row_stride, static_cast<int32_t>(p.outer / 2)};
+    if (wide_fits(p.outer, p.inner)) run_wide(launch, p, to);
+    else run_skinny(launch, p, to);
 }
 
 }  // namespace skinny

@@ -6,7 +6,7 @@
 
 #include "algo/attention_plan.h"
 #include "linear/skinny_args.h"
-#include "linear/skinny_kernel.cuh"
+#include "linear/wide_kernel.cuh"
 
 namespace fv {
 namespace skinny {
@@ -76,10 +76,12 @@ void skinny_qkv_cuda(const Tensor x, const Tensor weight, const OptTensor bias, 
     if (n.s.rows == 0) return;
     const Params p = params("skinny_qkv", n.s, x, weight, bias, norm, eps);
     const Launch launch("skinny_qkv", x);
-    run_skinny(launch, p, Qkv{mptr<uint16_t>(q), q.stride(0), q.stride(1), cache_of(k_cache), cache_of(v_cache),
+    const Qkv to{mptr<uint16_t>(q), q.stride(0), q.stride(1), cache_of(k_cache), cache_of(v_cache),
                               cptr<int32_t>(positions), cptr<int64_t>(slots), cptr<float>(cos_sin), n.max_positions, n.capacity,
                               static_cast<int32_t>(n.heads), static_cast<int32_t>(n.kv_heads), static_cast<int32_t>(n.head_dim),
-                              static_cast<int32_t>(n.page_size), divider(static_cast<uint32_t>(n.page_size)), settled});
+                              static_cast<int32_t>(n.page_size), divider(static_cast<uint32_t>(n.page_size)), settled};
+    if (wide_fits(n.s.outer, n.s.inner)) run_wide(launch, p, to);
+    else run_skinny(launch, p, to);
 }
 
 }  // namespace

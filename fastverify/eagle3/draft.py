@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ..attention.rope_append import rope_append
-from ..attention.tree_attention import tree_attention
+from ..attention.tree_attention import tree_attention, workspace_for
 from ..linear.skinny_linear import ADD, SILU_MUL, skinny_linear, skinny_pays
 from ..linear.skinny_qkv import skinny_qkv
 from ..models.batch import ForwardBatch, KVCache
@@ -126,12 +126,13 @@ class Eagle3Draft:
     def _forward_skinny(self, batch: ForwardBatch, hidden: torch.Tensor, cache: KVCache) -> torch.Tensor:
         """The same layer; RoPE, residual adds, the second norm and SiLU-mul ride on the products."""
         c, w, rows, size, eps = self.config, self.layers[0], hidden.size(0), (self.config.hidden_size,), self.config.rms_norm_eps
+        q = torch.empty(rows, c.num_heads, c.head_dim, dtype=hidden.dtype, device=hidden.device)
+        workspace = workspace_for(q, cache.k[0], batch.prefix_len.shape[0])  # here: a launch that would keep those below from overlapping
         x, h = self._input(batch.tokens, hidden)
         h = h.clone() if h is hidden else h
-        q = torch.empty(rows, c.num_heads, c.head_dim, dtype=h.dtype, device=h.device)
-        skinny_qkv(x, w.qkv, batch.positions, batch.slots, self.cos_sin, q, cache.k[0], cache.v[0], bias=w.qkv_bias, eps=eps)
+        skinny_qkv(x, w.qkv, batch.positions, batch.slots, self.cos_sin, q, cache.k[0], cache.v[0], bias=w.qkv_bias, eps=eps, settled=True)
         a = tree_attention(q, cache.k[0], cache.v[0], batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
-                           row_base=batch.row_base, schedule=batch.schedule)
+                           row_base=batch.row_base, schedule=batch.schedule, workspace=workspace, settled=True)
         skinny_linear(a.view(rows, -1), w.o, out=h, kind=ADD)
         act = skinny_linear(h, w.gate_up, norm=w.post_norm, eps=eps, kind=SILU_MUL)
         skinny_linear(act, w.down, out=h, kind=ADD)

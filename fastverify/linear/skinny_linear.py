@@ -8,7 +8,8 @@ from .. import _ops
 
 PLAIN, ADD, SILU_MUL = 0, 1, 2
 MAX_ROWS = 32            # a second pass over the weight for more
-MAX_INNER = 2048         # beyond it a block's own norm of all rows, and one pass of eight warps over K, take too long
+MAX_INNER = 2048         # beyond it, blocks of 64 weight rows (csrc/linear/wide_kernel.cuh), which pay
+WIDE_ROWS, WIDE = 16, 64  # for so many rows of x and weights of a multiple of these
 
 
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, *, bias: Optional[torch.Tensor] = None,
@@ -40,5 +41,7 @@ def skinny_fits(x: torch.Tensor, *weights: torch.Tensor) -> bool:
 
 
 def skinny_pays(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """Whether it is also the faster way: few rows of a small model on a GPU (docs/performance.md)."""
-    return (x.is_cuda and x.shape[0] <= MAX_ROWS and max(w.shape[1] for w in weights) <= MAX_INNER and skinny_fits(x, *weights))
+    """Whether it is also the faster way: few rows on a GPU (docs/performance.md)."""
+    rows = x.shape[0]
+    return x.is_cuda and skinny_fits(x, *weights) and all(
+        rows <= MAX_ROWS if w.shape[1] <= MAX_INNER else rows <= WIDE_ROWS and w.shape[0] % WIDE == 0 for w in weights)

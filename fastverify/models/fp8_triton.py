@@ -1,4 +1,4 @@
-"""Quantisation to float8_e4m3fn with a scale per row, alone or behind RMSNorm or SiLU-mul, one launch each."""
+"""Quantisation to float8_e4m3fn with a scale per row, alone or behind RMSNorm or SiLU-mul, and products of a few rows; one launch each."""
 
 import torch
 import triton
@@ -70,3 +70,33 @@ def silu_mul_quantise(x: torch.Tensor) -> tuple:
     if x.shape[0]:
         _silu_mul_quantise_kernel[(x.shape[0],)](x, out, scales, x.stride(0), columns, **how)
     return out, scales
+
+
+@triton.jit
+def _few_rows_kernel(x, x_scale, weight, w_scale, out, rows, outer, inner, BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+                     EVEN: tl.constexpr):
+    n, r, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BR), tl.arange(0, BK)
+    w_at = weight + n.to(tl.int64)[:, None] * inner + k[None, :]
+    x_at = x + r[None, :] * inner + k[:, None]
+    acc = tl.zeros((BN, BR), tl.float32)
+    for i in tl.range(0, inner, BK, num_stages=STAGES):
+        if EVEN:
+            w = tl.load(w_at + i, cache_modifier=".cg", eviction_policy="evict_first")
+            v = tl.load(x_at + i, mask=r[None, :] < rows, other=0.0)
+        else:
+            w = tl.load(w_at + i, mask=(n[:, None] < outer) & (k[None, :] + i < inner), other=0.0)
+            v = tl.load(x_at + i, mask=(r[None, :] < rows) & (k[:, None] + i < inner), other=0.0)
+        acc = tl.dot(w, v, acc, max_num_imprecise_acc=0)
+    acc = acc * tl.load(w_scale + n, mask=n < outer, other=0.0)[:, None] * tl.load(x_scale + r, mask=r < rows, other=0.0)[None, :]
+    tl.store(out + r[None, :] * outer + n[:, None], acc.to(out.dtype.element_ty), mask=(r[None, :] < rows) & (n[:, None] < outer))
+
+
+def few_rows_product(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, w_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x [R, K], weight [N, K], both float8_e4m3fn, R <= 16, with their scales [R, 1] and [1, N] -> x @ weight.T [R, N] in dtype, fp32 sums."""
+    (rows, inner), outer = x.shape, weight.shape[0]
+    out = torch.empty(rows, outer, dtype=dtype, device=x.device)
+    if rows:
+        wide, deep = 64, 256 if inner % 256 == 0 else 128
+        _few_rows_kernel[(triton.cdiv(outer, wide),)](x, x_scale, weight, w_scale, out, rows, outer, inner, BR=16, BN=wide, BK=deep,
+                                                      STAGES=5, EVEN=outer % wide == 0 and inner % deep == 0, num_warps=4)
+    return out

@@ -11,7 +11,7 @@ from ..attention import workspace as attention_workspace
 from ..attention.tree_attention import tree_attention, workspace_for
 from ..comm.all_reduce_rms_norm import all_reduce_rms_norm
 from ..comm.linear_all_reduce import linear_all_reduce, overlaps
-from ..linear.skinny_linear import ADD, SILU_MUL, skinny_fits, skinny_linear, skinny_pays
+from ..linear.skinny_linear import ADD, MAX_INNER, SILU_MUL, skinny_fits, skinny_linear, skinny_pays
 from ..linear.skinny_qkv import skinny_qkv
 from .batch import ForwardBatch, KVCache
 from .config import LoadError, ModelConfig
@@ -192,7 +192,7 @@ class LlamaModel:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """hidden [R, H] as forward returns it -> logits [R, V] in the model's dtype (of this rank's ids, if split)."""
-        if exact:
+        if exact or (self.config.hidden_size > MAX_INNER and skinny_pays(hidden, self.lm_head_weight)):  # cuBLAS clears a workspace before it
             return skinny_linear(hidden, self.lm_head_weight)
         return linear(hidden, self.lm_head_weight)
 

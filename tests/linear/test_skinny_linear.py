@@ -37,16 +37,24 @@ def test_sizes(backend, rng, inner, outer):
         check(backend, case(rng, 5, inner, outer, kind, norm=norm, pad=64))
 
 
+@pytest.mark.parametrize("inner,outer,rows", [(2304, 64, 1), (4096, 128, 5), (2080, 3136, 9), (2304, 12288, 2), (4128, 64, 17), (14336, 64, 33)])
+def test_long_inner(backend, rng, inner, outer, rows):
+    """64 weight rows per block, K shared by clusters of 4, 2, 1; more rows of x than a block takes."""
+    for kind, norm in ((0, True), (1, False), (2, True)):
+        check(backend, case(rng, rows, inner, outer, kind, norm=norm, bias=kind == 0, pad=64))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_on_the_cpu(rng, dtype):
     for kind in (0, 1, 2):
         check("cpu", case(rng, 4, 64, 32, kind, bias=True, dtype=dtype))
 
 
+@pytest.mark.parametrize("inner", [576, 2304])
 @pytest.mark.parametrize("kind", [0, 1, 2])
-def test_a_row_does_not_depend_on_the_others(backend, rng, kind):
+def test_a_row_does_not_depend_on_the_others(backend, rng, kind, inner):
     """The same bits alone, among 7, 20 and 32, whatever stands beside it."""
-    c = case(rng, 32, 576, 64, kind, bias=True)
+    c = case(rng, 32, inner, 64, kind, bias=True)
     whole = run_op(backend, OP, **c)["out"]
     for first, count in ((0, 1), (31, 1), (5, 7), (3, 20)):
         rows = slice(first, first + count)
