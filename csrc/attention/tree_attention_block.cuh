@@ -3,9 +3,9 @@
 // before the wait for it.
 //
 // A block of 16 warps takes one (request, kv head). Up to 64 packed rows (node x query head of the group) at a time: their 16-row
-// groups and the keys, in steps of 16, are dealt to the warps, each with a running softmax of its own. The first two steps of a
-// warp (K in registers, both operands of QK permuted alike along the head; V in shared memory) are loaded before the wait where
-// they lie wholly in the prefix; later ones are asked of the L2. After it q and the rows of the tree follow. Then the warps' results
+// groups and the keys, in steps of 16, are dealt to the warps, each with a running softmax of its own. The first steps of a
+// warp are copied to shared memory before the wait where they lie wholly in the prefix (both operands of QK are permuted alike
+// along the head); later ones are asked of the L2. After it q and the rows of the tree follow. Then the warps' results
 // are merged through shared memory. The order of every sum depends on shapes and lengths only. Cost: the visible KV once per 16
 // packed rows; one launch.
 #pragma once
@@ -15,18 +15,24 @@
 
 namespace fv {
 
-constexpr int kBlockWarps = 16, kBlockThreads = 32 * kBlockWarps, kBlockHeld = 2, kBlockVRow = 64 * 2 + 16;  // bytes of a row of V: no two rows share banks
+constexpr int kBlockWarps = 16, kBlockThreads = 32 * kBlockWarps, kBlockVRow = 64 * 2 + 16;  // bytes of a row of V: no two rows share banks
 
+template <int kHeld>  // steps of a warp in flight
 struct BlockShared {
+    struct Step {
+        uint4 k[4][32];  // what a lane asks for it reads itself
+        unsigned char v[16 * kBlockVRow];
+    };
     union {
-        unsigned char v[kBlockHeld][16 * kBlockVRow];
+        Step step[kHeld];
         float o[16][64 + 4];  // unnormalised, when the warp has read its last keys
     } warp[kBlockWarps];
     float top[kBlockWarps][16], sum[kBlockWarps][16];
 };
 
+template <int kHeld>
 __global__ void __launch_bounds__(kBlockThreads) tree_attention_block_kernel(const __grid_constant__ AttentionParams p, bool settled) {
-    BlockShared& shared = *reinterpret_cast<BlockShared*>(dynamic_shared());
+    BlockShared<kHeld>& shared = *reinterpret_cast<BlockShared<kHeld>*>(dynamic_shared());
     allow_next_launch();
     if (!settled) wait_for_previous_launch();
     bool waited = !settled;
@@ -37,6 +43,7 @@ __global__ void __launch_bounds__(kBlockThreads) tree_attention_block_kernel(con
                                           p.capacity, p.window, p.mask == nullptr);
     const int packed = keys.nodes * p.group, base = keys.first / 16 * 16;
     const float scale = p.scale * (p.k_scale ? p.k_scale[kv * p.k_scale_stride] : 1.0f);
+    auto& mine = shared.warp[warp];
 
     for (int row0 = 0; row0 < packed; row0 += 64) {
         const int live = min(64, packed - row0), groups = live <= 16 ? 1 : live <= 32 ? 2 : 4;
@@ -52,38 +59,31 @@ __global__ void __launch_bounds__(kBlockThreads) tree_attention_block_kernel(con
             return cache + id * page_bytes + (at - static_cast<int>(page) * p.page_size) * slot_bytes + kv * head_bytes;
         };
         auto start_of = [&](int step) { return base + 16 * (slice + step * slices); };
-        uint4 k[kBlockHeld][2][2];
-        auto fetch = [&](int step, uint4 (&to)[2][2], int at) {  // a group of copies, empty or not
+        auto fetch = [&](int step, int at) {  // a group of copies, empty or not
             if (step < steps) {
 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
                     const unsigned char* from = cell(start_of(step) + 8 * n + g, p.k, p.k_page, p.k_slot, p.k_head);
-                    to[n][0] = from ? __ldcg(reinterpret_cast<const uint4*>(from + 16 * c)) : uint4{0, 0, 0, 0};
-                    to[n][1] = from ? __ldcg(reinterpret_cast<const uint4*>(from + 64 + 16 * c)) : uint4{0, 0, 0, 0};
+                    cp_async_16(&mine.step[at].k[2 * n][lane], from ? from + 16 * c : p.k, from != nullptr);
+                    cp_async_16(&mine.step[at].k[2 * n + 1][lane], from ? from + 64 + 16 * c : p.k, from != nullptr);
                 }
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int row = (lane + 32 * i) / 8, chunk = lane % 8;
                     const unsigned char* from = cell(start_of(step) + row, p.v, p.v_page, p.v_slot, p.v_head);
-                    cp_async_16(shared.warp[warp].v[at] + row * kBlockVRow + 16 * chunk, from ? from + 16 * chunk : p.v, from != nullptr);
+                    cp_async_16(mine.step[at].v + row * kBlockVRow + 16 * chunk, from ? from + 16 * chunk : p.v, from != nullptr);
                 }
             }
             cp_async_commit();
         };
         auto early = [&](int step) { return !waited && step < steps && start_of(step) + 16 <= keys.prefix; };
 
-        bool held[kBlockHeld];
-#pragma unroll
-        for (int h = 0; h < kBlockHeld; ++h) {
-            held[h] = early(h);
-            if (held[h]) fetch(h, k[h], h);
-        }
-        if (!waited) {
-            for (int step = kBlockHeld; step < steps; ++step) {  // lane: 16 rows of K, then of V
-                const unsigned char* at = early(step) ? lane < 16 ? cell(start_of(step) + lane, p.k, p.k_page, p.k_slot, p.k_head)
-                                                                    : cell(start_of(step) + lane - 16, p.v, p.v_page, p.v_slot, p.v_head) : nullptr;
-                if (at) prefetch_l2(at);
-            }
+        int held = 0;
+        while (held < kHeld && early(held)) fetch(held, held), ++held;
+        for (int step = kHeld; early(step); ++step) {  // lane: 16 rows of K, then of V
+            const unsigned char* at = lane < 16 ? cell(start_of(step) + lane, p.k, p.k_page, p.k_slot, p.k_head)
+                                                : cell(start_of(step) + lane - 16, p.v, p.v_page, p.v_slot, p.v_head);
+            if (at) prefetch_l2(at);
         }
         RowSight sight[2];
         const uint16_t* q_at[2];
@@ -106,22 +106,22 @@ __global__ void __launch_bounds__(kBlockThreads) tree_attention_block_kernel(con
             q[h][0] = on[h] ? __ldcg(reinterpret_cast<const uint4*>(q_at[h])) : uint4{0, 0, 0, 0};
             q[h][1] = on[h] ? __ldcg(reinterpret_cast<const uint4*>(q_at[h] + 32)) : uint4{0, 0, 0, 0};
         }
-#pragma unroll
-        for (int h = 0; h < kBlockHeld; ++h) {
-            if (!held[h]) fetch(h, k[h], h);
-        }
+        for (; held < kHeld; ++held) fetch(held, held);
 
         float o[8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
-        auto attend = [&](int step, const uint4 (&key)[2][2], const unsigned char* v) {
+        auto attend = [&](int step, int at) {
+            cp_async_wait<kHeld - 1>();
+            __syncwarp();
             float s[2][4] = {};
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
+                    const uint4 key = mine.step[at].k[2 * n + half][lane];
                     const uint32_t first[4] = {q[0][half].x, q[1][half].x, q[0][half].y, q[1][half].y};
                     const uint32_t second[4] = {q[0][half].z, q[1][half].z, q[0][half].w, q[1][half].w};
-                    mma_16816_bf16(s[n], first, key[n][half].x, key[n][half].y);
-                    mma_16816_bf16(s[n], second, key[n][half].z, key[n][half].w);
+                    mma_16816_bf16(s[n], first, key.x, key.y);
+                    mma_16816_bf16(s[n], second, key.z, key.w);
                 }
             }
             const int start = start_of(step);
@@ -153,8 +153,7 @@ __global__ void __launch_bounds__(kBlockThreads) tree_attention_block_kernel(con
                 weights[h][0] = pack_bf16(x[0], x[1]);
                 weights[h][1] = pack_bf16(x[2], x[3]);
             }
-            cp_async_wait<kBlockHeld - 1>();
-            __syncwarp();
+            const unsigned char* v = mine.step[at].v;
             const uint32_t a[4] = {weights[0][0], weights[1][0], weights[0][1], weights[1][1]};
 #pragma unroll
             for (int d = 0; d < 4; ++d) {
@@ -165,13 +164,10 @@ __global__ void __launch_bounds__(kBlockThreads) tree_attention_block_kernel(con
             }
             __syncwarp();
         };
-        for (int step = 0; step < steps; step += kBlockHeld) {
-#pragma unroll
-            for (int h = 0; h < kBlockHeld; ++h) {
-                if (step + h >= steps) break;
-                attend(step + h, k[h], shared.warp[warp].v[h]);
-                fetch(step + h + kBlockHeld, k[h], h);
-            }
+        for (int step = 0, at = 0; step < steps; ++step) {
+            attend(step, at);
+            fetch(step + kHeld, at);
+            at = at + 1 == kHeld ? 0 : at + 1;
         }
         cp_async_wait<0>();
         __syncwarp();

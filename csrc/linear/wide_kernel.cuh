@@ -4,20 +4,14 @@
 // fold the sums through shared memory. Each warp has two of its chunks of K in flight, the first two from before the wait for the
 // launch before. The order of every sum depends on K and N alone. Epilogues are those of skinny_kernel.cuh.
 #pragma once
+#include "algo/linear_plan.h"
 #include "linear/skinny_kernel.cuh"
 
 namespace fv::skinny {
 
-constexpr int kSub = 4, kWideRows = kSub * kTile;  // tiles, and weight rows, of a block
+constexpr int kSub = kWideRows / kTile;            // tiles of a block
 constexpr int kWideX = 16;                         // rows of x, at most, of a block
 constexpr int kWideStages = 3;                     // chunks of a warp in flight
-
-// Blocks that share the K of 64 weight rows.
-FV_HD int wide_split(int64_t outer, int64_t inner) {
-    const int64_t blocks = outer / kWideRows;
-    return blocks >= 192 || inner < 2048 ? 1 : blocks >= 48 ? 2 : 4;
-}
-FV_HD bool wide_fits(int64_t outer, int64_t inner) { return inner > 2048 && outer % kWideRows == 0; }
 
 struct WideSums {
     float warps[kWarps][kWideX][kWideRows + 1];
@@ -162,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 2) wide_kernel(const __grid_constant
 
 template <class Epilogue>
 void run_wide(const Launch& launch, const Params& p, const Epilogue& epilogue) {
-    const int split = launch.props.major >= 9 ? wide_split(p.outer, p.inner) : 1;
+    const int split = launch.props.major >= 9 ? wide_split(p.outer) : 1;
     const dim3 grid(static_cast<unsigned>(p.outer / kWideRows * split), static_cast<unsigned>(ceil_div(p.rows, kWideX))), block(kThreads);
     const auto kernel = p.rows <= 8 ? wide_kernel<1, Epilogue> : wide_kernel<2, Epilogue>;
 #ifdef FV_EMULATE
