@@ -35,7 +35,9 @@ def skinny_linear(device: str, rng) -> int:
     for rows, kind in cases:
         case = _product(rng, rows, 96, 64) | dict(kind=kind, out=torch.zeros(rows, 32 if kind == 2 else 64).bfloat16())
         same(call("skinny_linear", device, case), call("skinny_linear", "reference", case), dict(out=0.04))
-    return len(cases)
+    case = _product(rng, 3, 2304, 64) | dict(kind=1, out=torch.zeros(3, 64).bfloat16(), copy=torch.zeros(3, 192).bfloat16()[:, 64:128])
+    same(call("skinny_linear", device, case), call("skinny_linear", "reference", case), dict(out=0.04, copy=0.04))
+    return len(cases) + 1
 
 
 @check("skinny_qkv")

@@ -21,12 +21,13 @@ def case(rng, rows: int, inner: int, heads: int, kv: int, d: int, dtype=BF16, bi
                 k_cache=torch.full((pages, page, kv, d), 7.0, dtype=dtype), v_cache=torch.full((pages, page, kv, d), 7.0, dtype=dtype), eps=1e-5)
 
 
-SIZES = [(1, 64, 4, 2, 16), (4, 64, 4, 2, 16), (8, 576, 9, 3, 64), (20, 96, 6, 1, 32), (33, 32, 2, 2, 48)]
+SIZES = [(1, 64, 4, 2, 16), (4, 64, 4, 2, 16), (8, 576, 9, 3, 64), (20, 96, 6, 1, 32), (33, 32, 2, 2, 48), (9, 2304, 4, 2, 128), (17, 2304, 2, 1, 64)]
 
 
+@pytest.mark.parametrize("settled", [False, True], ids=["", "settled"])
 @pytest.mark.parametrize("size", SIZES)
-def test_against_the_oracle(backend, rng, size):
-    c = case(rng, *size)
+def test_against_the_oracle(backend, rng, size, settled):
+    c = case(rng, *size) | dict(settled=settled)
     got, want = run_op(backend, OP, **c), run_op("reference", OP, **c)
     for name, value in want.items():
         torch.testing.assert_close(got[name].float(), value.float(), rtol=2**-6, atol=4e-2)
