@@ -16,4 +16,8 @@ FV_HD bool short_attention(int64_t batch, int64_t kv_heads, int64_t head_dim, in
     return major >= 9 && head_dim == 64 && capacity <= kShortCapacity && batch * kv_heads * kShortCluster <= 4 * static_cast<int64_t>(sms);
 }
 
+// Of those with a settled prefix: when one block per (request, kv head) takes it, whose shared memory holds what is known early
+// (attention/tree_attention_block.cuh). More rows would read the keys more often.
+FV_HD bool block_attention(int64_t rows, int64_t batch, int64_t group) { return batch > 0 && (rows + batch - 1) / batch * group <= 32; }
+
 }  // namespace fv

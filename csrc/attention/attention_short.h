@@ -14,6 +14,6 @@ inline bool takes_short(const AttentionParams& p, int major, int sms) {
            short_attention(p.batch, p.kv_heads, p.head_dim, p.capacity, major, sms);
 }
 void run_short(const Launch& launch, const AttentionParams& p);
-void run_block(const Launch& launch, const AttentionParams& p, bool settled);  // tree_attention_block.cu
+void run_block(const Launch& launch, const AttentionParams& p);  // tree_attention_block.cu
 
 }  // namespace fv

@@ -74,7 +74,7 @@ void tree_attention_cuda(const Tensor q, const Tensor k_cache, const Tensor v_ca
         return;
     }
     if (!exact && takes_short(p, launch.props.major, launch.props.sms) && tiles_can_read(p)) {
-        if (settled) run_block(launch, p, settled);
+        if (settled && block_attention(n.rows, n.requests, p.group)) run_block(launch, p);
         else run_short(launch, p);
         return;
     }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The launch of the kernel of short sequences: clusters that may start while the launch before them ends.
 #include "common/launch.h"
-#include "common/dev_carveout.h"
 
 #include "attention/attention_short.h"
 #include "attention/tree_attention_short.cuh"
@@ -13,7 +12,6 @@ void run_short(const Launch& launch, const AttentionParams& p) {
 #ifdef FV_EMULATE
     launch.run_cluster(tree_attention_short_kernel, kShortCluster, grid, block, sizeof(ShortShared), p);
 #else
-    dev_carveout(tree_attention_short_kernel);
     const void* kernel = reinterpret_cast<const void*>(tree_attention_short_kernel);
     FV_CUDA_CHECK(launch.op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(ShortShared))));
     cudaLaunchAttribute attributes[2];

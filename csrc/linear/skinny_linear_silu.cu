@@ -18,8 +18,9 @@ struct SiluMul {
     __device__ bool early_before_wait() const { return false; }
     __device__ void rows(int tile, int& low, int& high) const { low = tile * 8, high = half + low; }
     __device__ Early early(int, int, int) const { return {}; }
-    __device__ void store(Early, int row, int, int low, int, float a, float b) const {
-        out[row * row_stride + low] = float_to_bf16(a / (1.0f + expf(-a)) * b);
+    __device__ void store(Early, int row, int, int low, int, float a, float b, bool real) const {
+        const auto y = static_cast<uint16_t>(opaque(float_to_bf16(a / (1.0f + expf(-a)) * b)));
+        if (real) out[row * row_stride + low] = y;
     }
 };
 

@@ -47,8 +47,7 @@ struct Qkv {
         const float* at = cos_sin + position * static_cast<int64_t>(head_dim) + low % head_dim;
         return {slot, at[0], at[head_dim / 2], true};
     }
-    __device__ void store(const Early& e, int row, int tile, int low, int, float a, float b) const {
-        if (!e.live) return;
+    __device__ void store(const Early& e, int row, int tile, int low, int, float a, float b, bool real) const {
         const int head = tile / (head_dim / kTile), half = head_dim / 2, i = low - head * head_dim;
         a = bf16_to_float(float_to_bf16(a));
         b = bf16_to_float(float_to_bf16(b));
@@ -63,8 +62,10 @@ struct Qkv {
             const int64_t page = e.slot >> 32 ? e.slot / page_size : by_page_size.quotient(static_cast<uint32_t>(e.slot));
             to = cache.data + page * cache.page + (e.slot - page * page_size) * cache.slot + (head - heads) % kv_heads * cache.head;
         }
-        to[i] = float_to_bf16(a);
-        to[i + half] = float_to_bf16(b);
+        const uint32_t x = opaque(float_to_bf16(a)), y = opaque(float_to_bf16(b));
+        if (!e.live || !real) return;
+        to[i] = static_cast<uint16_t>(x);
+        to[i + half] = static_cast<uint16_t>(y);
     }
 };
 

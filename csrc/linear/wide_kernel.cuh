@@ -2,7 +2,7 @@
 // skinny_kernel.cuh for long K and many weight rows, bf16: a block of eight warps takes 64 weight rows, so that x (which each block
 // reads whole) is a small part of what goes over the L2. Where there are few weight rows, the blocks of a cluster share their K and
 // fold the sums through shared memory. Each warp has two of its chunks of K in flight, the first two from before the wait for the
-// launch before. The order of every sum depends on K and N alone. Epilogues are those of skinny_kernel.cuh.
+// launch before. The order of every sum depends on K and N alone. Epilogues are those of skinny_kernel.cuh; what is long enough needs no pass before the wait.
 #pragma once
 #include "algo/linear_plan.h"
 #include "linear/skinny_kernel.cuh"
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, 2) wide_kernel(const __grid_constant
         epilogue.rows(tile0 + s, low, high);
         low += pair, high += pair;
         if (p.bias) low_sum += bf16_to_float(p.bias[low]), high_sum += bf16_to_float(p.bias[high]);
-        epilogue.store(early[i], first + row, tile0 + s, low, high, low_sum, high_sum);
+        epilogue.store(early[i], first + row, tile0 + s, low, high, low_sum, high_sum, true);
     }
     if (split > 1) cluster_barrier();  // nobody leaves while others read
 }

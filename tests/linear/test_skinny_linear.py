@@ -111,3 +111,35 @@ def test_no_copy_of_a_halved_result(rng):
     c = case(rng, 4, 64, 32, 2)
     with pytest.raises(RuntimeError, match="^skinny_linear: copy must be None for kind 2; got a tensor. Fix: copy the result"):
         run_op("cpu", OP, **c, copy=c["out"].clone())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner", [576, 4096])
+def test_each_launch_reads_what_the_one_before_wrote(inner):
+    """Launches that overlap, over the same few buffers again and again: the bits of the same chain with a wait after every launch."""
+    torch.manual_seed(0)
+    rows = 8
+    weights = [(torch.randn(inner, inner, device="cuda") / inner**0.5).to(BF16) for _ in range(3)]
+    norm = torch.ones(inner, dtype=BF16, device="cuda")
+    starts = torch.randn(6, rows, inner, device="cuda").to(BF16)
+    h, other = torch.empty_like(starts[0]), torch.empty_like(starts[0])
+
+    def chain(outs: list, wait: bool) -> None:
+        for start in starts:
+            h.copy_(start)
+            for i in range(9):
+                skinny_linear(h, weights[i % 3], norm=norm, out=other, eps=1e-5)
+                if wait:
+                    torch.cuda.synchronize()
+                skinny_linear(other, weights[(i + 1) % 3], out=h, kind=1)
+                if wait:
+                    torch.cuda.synchronize()
+            outs.append(h.clone())
+
+    want: list = []
+    chain(want, True)
+    for _ in range(20):
+        got: list = []
+        chain(got, False)
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+    assert not torch.equal(want[0], want[1]) and all(t.isfinite().all() for t in want)
