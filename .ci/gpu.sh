@@ -24,8 +24,10 @@ PY
 start=$SECONDS
 "$python" setup.py -q build_ext --inplace
 build=$((SECONDS - start)) start=$SECONDS
-# the tests wait for the CPU more than for the GPU; every process takes 0.5 GiB of it
-parallel=$("$python" -c 'import os, xdist; print("-n", min(len(os.sched_getaffinity(0)), 8))' 2>/dev/null || true)
+# the tests wait for the CPU more than for the GPU; a process takes 0.5 GiB of it, a few tests take 8
+parallel=$("$python" -c 'import os, torch, xdist
+cores, memory = len(os.sched_getaffinity(0)), torch.cuda.get_device_properties(0).total_memory >> 30
+print("-n", max(1, min(cores, memory // 4, 24)), "--maxschedchunk 1")' 2>/dev/null || true)
 status=0
 # shellcheck disable=SC2086
 "$python" -m pytest tests -q -k "cuda or gpu or triton" $parallel ${PYTEST_ARGS:-} || status=1  # the benchmarks are worth having even so

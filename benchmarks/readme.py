@@ -38,15 +38,50 @@ def auto_rows(data: dict) -> list:
     return [r for r in data["rows"] if r["tree"] == "auto"]
 
 
-def headline() -> str:
+def loop_line() -> str:
+    """The decode loop on a GPU: plain and the fastest shape, means over the sets of <device>-smollm2-loop.json."""
+    found = sorted(RESULTS.glob("*-smollm2-loop.json"))
+    if not found:
+        return ""
+    data, means = json.loads(found[-1].read_text()), {}
+    for shape in dict.fromkeys(r["shape"] for r in data["speed"]):
+        mine = [r for r in data["speed"] if r["shape"] == shape]
+        means[shape] = [sum(r[k] for r in mine) / len(mine) for k in ("tok_s", "against")] + [len(mine)]
+    best = max(means, key=lambda s: means[s][0])
+    peer = max((p for p in data.get("peers", ()) if p["provider"].startswith("transformers")), key=lambda p: p["tok_s"], default=None)
+    return (f"* **One {data['device'].removeprefix('NVIDIA ')}**: SmolLM2-135M with the EAGLE-3 head that ships here decodes {means[best][0]:.0f} tok/s with {best}, "
+            f"**{means[best][1]:.2f}x** the {means['off'][0]:.0f} of plain\n  decoding (batch 1, greedy, mean of {means[best][2]} sets, {data['date'][:10]}; docs/decode_loop.md)"
+            + (f"; {peer['provider']}: {peer['tok_s']:.0f}." if peer else "."))
+
+
+def comm_line() -> str:
+    """Sum, residual and norm over a mailbox in host memory against NCCL without P2P, from <n>-x2-<date>.json."""
+    found = sorted(RESULTS.glob("*-x2-????-??-??.json"), key=lambda p: p.stem[-10:])
+    rows = [r for r in json.loads(found[-1].read_text())["rows"] if r["op"] == "all_reduce_rms_norm" and r["median_us"] and r["correct"] is not False] if found else []
+    by = lambda provider: {r["shape"]["rows"]: r for r in rows if r["provider"] == provider and r["shape"]["W"] == 2}  # noqa: E731
+    ours, nccl = by("host one-shot"), by("NCCL without P2P + add + norm")
+    both = [n for n in sorted(ours) if n in nccl and n <= 16]
+    if not both:
+        return ""
+    low, high = both[0], both[-1]
+    return (f"* **GPUs without peer access** (mailboxes over PCIe, {ours[low]['device'].removeprefix('NVIDIA ')} x 2): sum over ranks, residual and RMSNorm of {low} and {high} rows of "
+            f"{ours[low]['shape']['H']} take {ours[low]['median_us']:.1f} and {ours[high]['median_us']:.1f} us\n  in one launch, "
+            f"NCCL, add and norm {nccl[low]['median_us']:.1f} and {nccl[high]['median_us']:.1f} ({ours[low]['date'][:10]}; docs/communication.md).")
+
+
+def cpu_line() -> str:
     name, data = load("evaluate-auto")
     if data is None:
         return ""
     rows, e = auto_rows(data), data["environment"]
     low, high = min(r["speedup"] for r in rows), max(r["speedup"] for r in rows)
-    return (f"**{low:.2f}x to {high:.2f}x plain decoding** over {len(rows)} question sets, {sum(r['equal'] for r in rows)} of "
-            f"{sum(r['prompts'] for r in rows)} answers equal token for token: SmolLM2-135M\n"
-            f"with the first version of the EAGLE-3 head that ships here, `--tree auto`, {e['device']}, {e['threads']} threads, {e['date'][:10]} (table below).")
+    return (f"* **On a CPU** ({e['device']}, {e['threads']} threads): {low:.2f}x to {high:.2f}x plain decoding over {len(rows)} sets, "
+            f"{sum(r['equal'] for r in rows)} of {sum(r['prompts'] for r in rows)} answers equal token for token\n"
+            f"  (SmolLM2-135M, first version of the head, `--tree auto`, {e['date'][:10]}; table below).")
+
+
+def headline() -> str:
+    return "\n".join(filter(None, (comm_line(), loop_line(), cpu_line())))
 
 
 def table(header: list, rows: list) -> list:

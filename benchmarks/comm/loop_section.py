@@ -1,5 +1,6 @@
 """The decode loop on W ranks: the same tokens everywhere, first differences from one rank, ms per cycle and its communication."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,9 +36,9 @@ def loops(me: Rank, args, parts: tuple = PARTS) -> None:
         llama70b(me, args, compare=False)
 
 
-def communicator(me: Rank, args, hidden: int, rows: int = 64) -> Communicator:
+def communicator(me: Rank, backend: str, hidden: int, rows: int = 64) -> Communicator:
     """NCCL beside it, for prefill."""
-    return Communicator(device=me.device, backend=args.loop_backend, nccl={}, max_bytes=rows * hidden * 2)
+    return Communicator(device=me.device, backend=backend, nccl={} if me.cuda else None, max_bytes=rows * hidden * 2)
 
 
 def smollm2(me: Rank, args, parts: tuple) -> None:
@@ -49,54 +50,78 @@ def smollm2(me: Rank, args, parts: tuple) -> None:
     from fastverify.models.load import load_tokenizer
     tokenizer, prompts = load_tokenizer(path), read_prompts(OWN)
     ids = [tokenizer.apply_chat_template([{"role": "user", "content": p.text}]) for p in prompts[::len(prompts) // 4][:4]]
-    whole = load_target(path, dtype=torch.bfloat16, device=me.device)
-    draft = load_draft(Path(fastverify.__file__).parent / "data" / "smollm2-135m-instruct-eagle3", whole, dtype=torch.bfloat16, device=me.device)
-    with communicator(me, args, whole.config.hidden_size) as comm:
-        target = shard(whole, comm)
-        if "texts-smollm2" in parts:
-            new = 32 if args.quick else 64
+    dtype = torch.bfloat16 if me.cuda else torch.float32
+    whole = load_target(path, dtype=dtype, device=me.device)
+    draft = load_draft(Path(fastverify.__file__).parent / "data" / "smollm2-135m-instruct-eagle3", whole, dtype=dtype, device=me.device)
+    trees = ("off", "tree-8", "tree-20")
+    if "texts-smollm2" in parts:
+        with communicator(me, args.loop_backends[0], whole.config.hidden_size) as comm:
+            target, new = shard(whole, comm), 32 if args.quick else 64
             got = [captured_texts(target, draft, tree, ids, new, SamplingParams(**params)) for tree, params in RUNS]
             compare_texts(me, shape, whole, draft, ids, new, RUNS, got)
-        if "cycles-smollm2" in parts:
-            cycles(me, args, shape, target, draft, ("off", "tree-8", "tree-20"), comm)
+            del target
+            gc.collect()
+    if "cycles-smollm2" in parts:
+        one_rank_cycles(me, shape, whole, draft, trees)
+        cycles(me, args, shape, lambda comm: shard(whole, comm), draft, trees, whole.config.hidden_size)
 
 
 LLAMA_70B = ModelConfig("llama", 80, 8192, 28672, 128256, 64, 8, 128, 8192, 1e-5, Rope(theta=500000.0))
+SMALL = ModelConfig("llama", 7, 256, 512, 2048, 8, 4, 32, 2048, 1e-5, Rope(theta=500000.0))  # of a rehearsal
+SPARE_BYTES = 6 << 30
 
 
 def llama70b(me: Rank, args, compare: bool) -> None:
     """Llama-3-70B's shape with random weights, every layer from a seed of its own, so that a rank never holds more than its part.
     compare: as many layers as fit one GPU whole (80 on 140 GB); without: 80 layers and a random EAGLE-3 draft, for times."""
-    c = replace(LLAMA_70B, num_layers=layers_that_fit(me)) if compare else LLAMA_70B
-    shape = dict(W=me.world, model=f"Llama-3-70B-shaped, {c.num_layers} layers, random")
+    c = LLAMA_70B if me.cuda else SMALL
+    if compare:
+        c = replace(c, num_layers=layers_that_fit(me, c))
+    shape = dict(W=me.world, model=f"Llama-3-70B-shaped, {c.num_layers} layers, random" if me.cuda else "small, random")
     prompts = [[(7919 * i + 13 * b) % c.vocab_size for i in range(24)] for b in range(2)]
     runs = (("off", {}), ("off", dict(temperature=0.8, seed=3)))
-    with communicator(me, args, c.hidden_size) as comm:
+    with communicator(me, args.loop_backends[0], c.hidden_size) as comm:
         target = random_shard(c, me, comm)
         if compare:
             got = [captured_texts(target, None, tree, prompts, 24, SamplingParams(**params)) for tree, params in runs]
-            del target
-            torch.cuda.empty_cache()
-            whole = random_model(c, me.device) if me.rank == 0 else None
-            compare_texts(me, shape, whole, None, prompts, 24, runs, got)
-            del whole
         else:
             draft = dummy_draft(SimpleNamespace(config=c, dtype=torch.bfloat16, device=me.device, embed_weight=target.embed_weight))
-            cycles(me, args, shape, target, draft, ("off", "chain-3", "tree-16"), comm)
-            got = [captured_texts(target, draft, "tree-16", prompts, 16, SamplingParams())]
-            everyone = me.gathered(got)
-            me.known_row("texts", "decode", shape | dict(tree="tree-16"), "bfloat16", 0.0, all(t == everyone[0] for t in everyone), "ranks bit-equal")
-            del target, draft
-    torch.cuda.empty_cache()
+            mine = captured_texts(target, draft, "tree-16", prompts, 16, SamplingParams())
+            everyone = me.gathered(mine)
+            me.known_row("texts", "decode", shape | dict(tree="tree-16"), "bfloat16", 0.0, all(t == everyone[0] for t in everyone),
+                         "ranks bit-equal, each cycle one graph")
+        target.comm = None
+        gc.collect()
+    if not compare:
+        def over(comm):
+            target.comm = comm
+            return target
+        cycles(me, args, shape, over, draft, ("off", "chain-3", "tree-16"), c.hidden_size)
+        target.comm = draft = None
+    del target
+    free(me)
+    if compare:
+        whole = random_model(c, me.device) if me.rank == 0 else None
+        compare_texts(me, shape, whole, None, prompts, 24, runs, got)
+        one_rank_cycles(me, shape, whole, None, ("off",))
+        del whole
+        free(me)
 
 
-def layers_that_fit(me: Rank) -> int:
-    """Of the whole model on the emptiest GPU, with 5 GiB to spare."""
-    c = LLAMA_70B
+def free(me: Rank) -> None:
+    gc.collect()
+    if me.cuda:
+        torch.cuda.empty_cache()
+
+
+def layers_that_fit(me: Rank, c: ModelConfig) -> int:
+    """Of the whole model on the emptiest GPU, with SPARE_BYTES left."""
+    if not me.cuda:
+        return c.num_layers
     layer = (c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.hidden_size * c.intermediate_size) * 2
     ends = 2 * c.vocab_size * c.hidden_size * 2
     free = min(me.gathered(torch.cuda.mem_get_info(me.device)[0]))
-    return max(1, min(c.num_layers, int((free - (5 << 30) - ends) // layer)))
+    return max(1, min(c.num_layers, int((free - SPARE_BYTES - ends) // layer)))
 
 
 def random_weights(device: torch.device, seed: int):
@@ -157,42 +182,61 @@ def compare_texts(me: Rank, shape: dict, whole, draft, prompts: list, new: int, 
                      f"ranks bit-equal, each cycle one graph; against one rank {len(lines)} of {len(mine)} texts part" + "".join(f"; {x}" for x in lines))
 
 
-def cycles(me: Rank, args, shape: dict, target, draft, trees: tuple, comm) -> None:
-    """ms of a cycle, draft and acceptance included, in one graph on every rank."""
+def cycles(me: Rank, args, shape: dict, over, draft, trees: tuple, hidden: int) -> None:
+    """ms of a cycle, draft and acceptance included, in one graph on every rank, over every communicator of --loop-backends; over(comm) is
+    the target. First all times, then, in profiles, what part of each lies in kernels between ranks."""
+    us: dict = {}
+    for profiled in (False, True):
+        for backend in args.loop_backends:
+            with communicator(me, backend, hidden) as comm:
+                target = over(comm)
+                for tree in trees:
+                    at = (backend, tree)
+                    took, sums = captured_cycle(me, target, draft, parse_shape(tree), profiled)
+                    us[at], sums = us.get(at) or min(me.gathered(took)), min(me.gathered(sums))
+                    parts = f" = {(us[at] - sums) / 1e3:.3f} compute + {sums / 1e3:.3f} communication (kernels between ranks, least over ranks)"
+                    me.known_row("cycle, one graph", "decode", shape | dict(tree=tree, over=backend), "bfloat16", us[at], True,
+                                 f"{us[at] / 1e3:.3f} ms" + (parts if profiled else "") + f"; {comm.transport}")
+                    if me.rank == 0 and profiled:
+                        print(f"{shape['model']}, W={me.world}, {tree}: cycle {us[at] / 1e3:.3f} ms, of it communication {sums / 1e3:.3f} ms; {backend}: "
+                              f"{comm.transport}, {comm.tuned}", flush=True)
+                del target
+                gc.collect()
+                comm.check()
+
+
+def one_rank_cycles(me: Rank, shape: dict, whole, draft, trees: tuple) -> None:
+    """The same cycles of the whole model on rank 0 alone."""
     for tree in trees:
-        us, sums = captured_cycle(me, target, draft, parse_shape(tree))
-        me.known_row("cycle, one graph", "decode", shape | dict(tree=tree), "bfloat16", us, True,
-                     f"{us / 1e3:.3f} ms = {(us - sums) / 1e3:.3f} compute + {sums / 1e3:.3f} communication (kernels between ranks, least over ranks)")
+        us = captured_cycle(me, whole, draft, parse_shape(tree), alone=True)[0] if me.rank == 0 else 0.0
+        me.known_row("cycle of one rank alone", "decode", shape | dict(tree=tree), "bfloat16", us, True, f"{us / 1e3:.3f} ms")
         if me.rank == 0:
-            print(f"{shape['model']}, W={me.world}, {tree}: cycle {us / 1e3:.3f} ms, of it communication {sums / 1e3:.3f} ms; {comm.transport}, "
-                  f"{comm.tuned}", flush=True)
+            print(f"{shape['model']}, one rank alone, {tree}: cycle {us / 1e3:.3f} ms", flush=True)
 
 
-def captured_cycle(me: Rank, target, draft, shape) -> tuple:
-    """Times of one captured cycle of a greedy request behind some hundred tokens."""
+def captured_cycle(me: Rank, target, draft, shape, profiled: bool = False, alone: bool = False) -> tuple:
+    """(us, us in kernels between ranks) of one captured cycle of a greedy request behind some hundred tokens."""
     from fastverify.eagle3.graph_loop import _Scratch
     target.filters = False  # greedy requests
     loop, key = GraphLoop(target, draft, shapes=(shape,), max_batch=1, max_length=1024, stop_ids=[]), (1, shape, False)
-    loop._prepare(key)
+    cycle = loop._prepare(key)
     with _Scratch(loop, 1):
-        times = replay_time(me, loop._graphs[key].replay)
+        times = replay_time(me, loop._graphs[key].replay if loop.capture else cycle.run, profiled, alone)
     target.filters = True
     return times
 
 
-def replay_time(me: Rank, replay, repeats: int = 20) -> tuple:
-    """(us of a replay, us of it in kernels between ranks), both the least over ranks of the medians."""
-    samples = []
-    for i in range(repeats + 3):
-        me.together()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        replay()
-        end.record()
-        torch.cuda.synchronize()
+def replay_time(me: Rank, replay, profiled: bool, alone: bool, repeats: int = 20) -> tuple:
+    """(median us of a replay, us of it in kernels between ranks) on this rank. alone: the other ranks do not take part."""
+    together, samples = (lambda: None) if alone else me.together, []
+    for i in range((repeats if me.cuda and not profiled else 1) + 3):
+        together()
+        us = me.elapsed(replay)
         if i >= 3:
-            samples.append(start.elapsed_time(end) * 1e3)
-    us = min(me.gathered(sorted(samples)[len(samples) // 2]))
+            samples.append(us)
+    us = sorted(samples)[len(samples) // 2]
+    if not profiled or not me.cuda:
+        return us, 0.0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
         for _ in range(4):
             me.together()
@@ -200,4 +244,4 @@ def replay_time(me: Rank, replay, repeats: int = 20) -> tuple:
             torch.cuda.synchronize()
     events = [[e.time_range.start, e.time_range.end] for e in prof.events()
               if e.device_type == torch.autograd.DeviceType.CUDA and any(w in e.name for w in SUM_WORDS + GATHER_WORDS)]
-    return us, min(me.gathered(length(union(events)) / 4))
+    return us, length(union(events)) / 4

@@ -3,11 +3,13 @@
     bash benchmarks/comm/multi_gpu.sh                       # builds, tests, then this; under 9 minutes
     python benchmarks/comm/multi_gpu.py --quick --out DIR   # measurements only, about 100 s at two GPUs
 
-Rows of a world size go to DIR/<device>-x<W>-<date>.json. Sections: sums (all_reduce and all_reduce_rms_norm: peer, host mailbox, our
-NCCL communicator, torch's NCCL, torch symmetric memory, peers.py), linears (linear_all_reduce), verifies (vocab-parallel verify_tree), loop (the
-decode loop), without-p2p (NCCL with NCCL_P2P_DISABLE=1), one-card (linear_all_reduce of two ranks on one GPU under MPS: the mailbox over
-one real link). A sample is one replay of a graph of 100 chained calls
-(20 or 10 where noted by the section) divided by them; a row is the minimum over ranks of the medians. NVLink multicast stays off.
+Rows of a world size go to DIR/<device>-x<W>-<date>.json, each at once. Sections, in the order of --sections: sums (all_reduce and
+all_reduce_rms_norm: peer, host mailbox, our NCCL communicator, torch's NCCL, torch symmetric memory), peers (FlashInfer's and
+sglang-kernel's kernels), without-p2p (NCCL with NCCL_P2P_DISABLE=1), verifies (vocab-parallel verify_tree), loop (the decode loop), linears and resident (linear_all_reduce), one-card
+(linear_all_reduce of two ranks on one GPU under MPS: the mailbox over one real link). A section that fails or takes longer than
+--section-seconds does not stop the others. A sample is one replay of a graph of 100 chained calls (20 or 10 where noted by the section)
+divided by them; a row is the minimum over ranks of the medians. NVLink multicast stays off. --rehearse: everything but the
+kernels over CPU processes.
 """
 
 import json
@@ -19,6 +21,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Optional
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 import sections
@@ -29,7 +32,8 @@ import torch
 from harness import options
 from ranks import spawn
 
-SECTIONS = ("sums", "linears", "verifies", "loop", "without-p2p", "one-card")
+SECTIONS = ("sums", "peers", "without-p2p", "verifies", "loop", "linears", "resident", "one-card")
+REHEARSED = ("sums", "peers", "without-p2p", "verifies", "loop", "linears", "resident")
 
 
 def body(me, args) -> int:
@@ -38,27 +42,36 @@ def body(me, args) -> int:
         if me.rank == 0:
             args.reached.write_text(str(at))
         name, _, only = item.partition(":")
-        wanted = tuple(only.split("+")) if only else None
         left = me.gathered(args.until - time.time())[0]
         if left < 5:
             me.absent("all", item, dict(W=me.world), "bfloat16", "not run: no time left")
             continue
         start = time.time()
-        if name == "loop":
-            import loop_section
-            loop_section.loops(me, args, wanted or loop_section.PARTS)
-        elif name == "without-p2p":
-            sections.sums_without_p2p(me, args)
-        else:
-            rows = max(args.rows) if name == "sums" else max(min(1024, max(args.linear_rows)), 64)
-            ways = wanted or (sections.WAYS if name == "sums" else ("host", "peer") if name == "one-card" else tuple(args.over))
-            comms = sections.communicators(me, rows * args.hidden * 2, ways)
-            dict(sums=sections.sums, verifies=sections.verifies).get(name, sections.linears)(me, args, comms)
-            for comm in comms.values():
-                comm.check()
+        with me.limit(min(left + 5, args.section_seconds), item):
+            section(me, args, name, tuple(only.split("+")) if only else None)
         if me.rank == 0:
             print(f"{item}: {time.time() - start:.0f} s", flush=True)
     return me.bench.finish() if me.bench else 0
+
+
+def section(me, args, name: str, wanted: Optional[tuple]) -> None:
+    if name == "loop":
+        import loop_section
+        loop_section.loops(me, args, wanted or loop_section.PARTS)
+        return
+    if name in ("without-p2p", "peers"):
+        sections.sums_without_p2p(me, args) if name == "without-p2p" else sections.peer_sums(me, args, *([wanted] if wanted else []))
+        return
+    rows = max(args.rows) if name == "sums" else max(min(1024, max(args.linear_rows)), 64)
+    own = tuple(way for way in args.over if way != "nccl")
+    ways = wanted or {"sums": sections.WAYS, "one-card": ("host", "peer"), "resident": own}.get(name, tuple(args.over))
+    comms = sections.communicators(me, rows * args.hidden * 2, ways)
+    if name in ("sums", "verifies"):
+        getattr(sections, name)(me, args, comms)
+    else:
+        sections.linears(me, args, comms, resident=name != "linears")
+    for comm in comms.values():
+        comm.check()
 
 
 def groups(items: list) -> list:
@@ -135,14 +148,22 @@ def main() -> int:
     parser.add_argument("--over", type=lambda s: s.split(","), default=["peer", "host", "nccl"], help="transports of linears and verifies")
     parser.add_argument("--sections", type=lambda s: s.split(","), default=list(SECTIONS),
                         help="in this order; linears:host, loop:cycles-70b+compare-70b and the like take parts of a section")
-    parser.add_argument("--loop-backend", choices=("auto", "peer", "host", "nccl"), default="auto", help="communicator of the loop section")
+    parser.add_argument("--loop-backends", type=lambda s: s.split(","), default=["auto", "host", "nccl"],
+                        help="communicators of the loop section: the first for texts, each for the times of cycles")
+    parser.add_argument("--vocab", type=int, default=163840, help="of verifies")
     parser.add_argument("--peers-lib", help="benchmarks/comm/peers.cu built elsewhere; default: built here where FlashInfer is installed")
     parser.add_argument("--seconds", type=float, default=420, help="no section starts later than this")
+    parser.add_argument("--section-seconds", type=float, default=120, help="a section that takes longer is ended")
     parser.add_argument("--quick", action="store_true", help="fewer replays")
+    parser.add_argument("--rehearse", action="store_true", dest="cpu", help="two CPU processes over gloo: whether everything runs, no times")
     args = parser.parse_args()
     if wrong := [s for s in args.sections if s.split(":")[0] not in SECTIONS]:
         parser.error(f"--sections must be of {','.join(SECTIONS)}; got {wrong[0]}")
-    here = torch.cuda.device_count()
+    if wrong := [b for b in args.loop_backends if b not in ("auto", "peer", "host", "nccl")]:
+        parser.error(f"--loop-backends must be of auto,peer,host,nccl; got {wrong[0]}")
+    here = 2 if args.cpu else torch.cuda.device_count()
+    if args.cpu:
+        args.loop_backends, args.sections = args.loop_backends[:1], [s for s in args.sections if s.partition(":")[0] in REHEARSED]
     worlds = args.world or sorted({w for w in (here, 4, 3, 2) if 2 <= w <= min(here, 8)}, reverse=True)
     if not worlds:
         print(f"multi_gpu: at least 2 GPUs are needed; this machine shows {here}.", file=sys.stderr)

@@ -23,6 +23,8 @@ EPS = 1e-6
 
 def library(given: Optional[str]) -> tuple:
     """(path, "") or ("", why not)."""
+    if not torch.cuda.is_available():
+        return "", "not on a CPU"
     if given:
         return (given, "") if Path(given).exists() else ("", f"no {given}")
     found = importlib.util.find_spec("flashinfer")
@@ -35,7 +37,7 @@ def library(given: Optional[str]) -> tuple:
     built = Path(tempfile.gettempdir()) / f"fastverify-peers-{major}{minor}.so"
     run = subprocess.run([nvcc, "-shared", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-w", "-Xcompiler", "-fPIC", f"-arch=sm_{major}{minor}a",
                           "-I", str(data / "include"), "-I", str(data / "spdlog" / "include"), "-o", f"{built}.part",
-                          str(Path(__file__).with_name("peers.cu"))], capture_output=True, text=True)
+                          str(Path(__file__).with_name("peers.cu"))], capture_output=True, text=True, timeout=100)
     if run.returncode:
         return "", "failed: " + (run.stderr.strip().splitlines() or ["nvcc"])[0][:160]
     Path(f"{built}.part").rename(built)

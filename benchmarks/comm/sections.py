@@ -8,19 +8,27 @@ import torch.nn.functional as F
 from overlap import trace
 from peers import Peers
 from ranks import Rank, fold
+from sglang_peer import Sglang
 
 from fastverify import Communicator, all_reduce, all_reduce_columns, all_reduce_rms_norm, linear_all_reduce
+from fastverify.comm.linear_all_reduce import fits
 
 EPS, BF16 = 1e-6, "bfloat16"
 WAYS = ("peer", "host", "nccl")
+NEVER = (1 << 63) - 1  # bytes
+
+
+DEADLINE = 4.0  # seconds that a call of these communicators waits for its peers
 
 
 def communicators(me: Rank, max_bytes: int, wanted: tuple = WAYS) -> dict:
-    """{"peer", "host", "nccl": Communicator}; one that cannot be made is left out with a row that says why."""
+    """{"peer", "host", "nccl": Communicator}; one that cannot be made is left out with a row that says why. Without GPUs: {"gathered"}."""
     made = {}
+    if not me.cuda:
+        return {"gathered": Communicator(device="cpu", max_bytes=max_bytes)}
     for backend in wanted:
         try:
-            made[backend] = Communicator(device=me.device, backend=backend, max_bytes=max_bytes)
+            made[backend] = Communicator(device=me.device, backend=backend, max_bytes=max_bytes, deadline=DEADLINE)
         except RuntimeError as exc:
             me.absent(backend, "all_reduce", dict(W=me.world), BF16, f"failed: {str(exc).splitlines()[0][:200]}")
     return made
@@ -28,42 +36,75 @@ def communicators(me: Rank, max_bytes: int, wanted: tuple = WAYS) -> dict:
 
 # ---- all_reduce, all_reduce_rms_norm -----------------------------------------------------------------------------------------
 
-def sums(me: Rank, args, comms: dict) -> None:
-    nccl = dist.new_group(backend="nccl")
-    symmetric = SymmetricMemory(me, nccl, max(args.rows) * args.hidden)
-    peers = Peers(me, max(args.rows), args.hidden, args.peers_lib)
-    for rows in args.rows:
-        shape = dict(W=me.world, rows=rows, H=args.hidden)
+class Message:
+    """Inputs and results of one [rows, hidden] bf16 sum, the same on every rank."""
+
+    def __init__(self, me: Rank, rows: int, hidden: int) -> None:
+        self.shape = dict(W=me.world, rows=rows, H=hidden)
         g = torch.Generator().manual_seed(1000 * rows)
-        parts = [torch.randn(rows, args.hidden, generator=g).bfloat16() for _ in range(me.world)]
-        x, want = parts[me.rank].to(me.device), fold(parts)
-        residual = torch.randn(rows, args.hidden, generator=g).bfloat16().to(me.device)
-        weight = torch.ones(args.hidden, dtype=torch.bfloat16, device=me.device)
-        exact, out, res = sum(p.double() for p in parts), torch.empty_like(x), residual.clone()
-        close = lambda t: bool(((t.double().cpu() - exact).abs() <= 2.0**-7 * (1 + exact.abs()) * me.world).all())  # noqa: E731
-        finite = lambda: bool(res.isfinite().all())  # noqa: E731
+        parts = [torch.randn(rows, hidden, generator=g).bfloat16() for _ in range(me.world)]
+        self.x, self.want = parts[me.rank].to(me.device), fold(parts)
+        self.residual = torch.randn(rows, hidden, generator=g).bfloat16().to(me.device)
+        self.weight = torch.ones(hidden, dtype=torch.bfloat16, device=me.device)
+        self.exact, self.bound = sum(p.double() for p in parts), 2.0**-7 * me.world
+
+    def close(self, t: torch.Tensor) -> bool:
+        return bool(((t.double().cpu() - self.exact).abs() <= self.bound * (1 + self.exact.abs())).all())
+
+
+def sums(me: Rank, args, comms: dict) -> None:
+    symmetric = SymmetricMemory(me, max(args.rows) * args.hidden)
+    for rows in args.rows:
+        m = Message(me, rows, args.hidden)
         for name, comm in comms.items():
-            forms = [("", None)] if name == "nccl" else [(" one-shot", comm.max_bytes), (" two-shot", 0)]
-            if name != "nccl" and x.numel() % 8 == 0 and rows >= 8:
-                parts_of_x, both = x.view(1, rows, args.hidden), torch.empty_like(x)
-                me.row(f"{name} both directions at once", "all_reduce", shape, BF16, lambda: all_reduce_columns(parts_of_x, comm, both),
-                       lambda: torch.equal(both.cpu(), want))
-            for form, limit in forms:
-                label = ("our NCCL" if name == "nccl" else name) + form
-                if limit is not None:
-                    comm.set_one_shot_bytes(limit)
-                right = (lambda: close(out)) if name == "nccl" else (lambda: torch.equal(out.cpu(), want))
-                me.row(label, "all_reduce", shape, BF16, lambda: all_reduce(x, comm, out), right)
-                res.copy_(residual)
-                me.row(label, "all_reduce_rms_norm", shape, BF16,
-                       lambda: all_reduce_rms_norm(x, res, weight, comm, EPS, out=out), finite)
-        nccl_rows(me, "NCCL", nccl, x, res, weight, shape, close)
-        symmetric.rows(me, x, res, weight, shape, close)
-        peers.rows(me, x, residual, weight, shape, close)
+            own_sums(me, name, comm, m.shape, m.x, m.want, m.residual, m.weight, m.close)
+        nccl_rows(me, "NCCL", m.x, m.residual.clone(), m.weight, m.shape, m.close)
+        symmetric.rows(me, m.x, m.residual.clone(), m.weight, m.shape, m.close)
 
 
-def nccl_rows(me: Rank, label: str, group, x, res, weight, shape: dict, close) -> None:
-    y = x.clone()
+def peer_sums(me: Rank, args, wanted: tuple = ("flashinfer", "sglang")) -> None:
+    made = {"flashinfer": lambda: Peers(me, max(args.rows), args.hidden, args.peers_lib), "sglang": lambda: Sglang(me, max(args.rows), args.hidden)}
+    for peer in [made[name]() for name in wanted]:
+        for rows in args.rows:
+            m = Message(me, rows, args.hidden)
+            peer.rows(me, m.x, m.residual, m.weight, m.shape, m.close)
+
+
+def own_sums(me: Rank, name: str, comm, shape: dict, x, want, residual, weight, close) -> None:
+    """Every form of one of our communicators. Bits against the fold in rank order; NCCL's and fp8's within their rounding."""
+    rows, hidden = x.shape
+    own, out, res = name != "nccl", torch.empty_like(x), residual.clone()
+    forms = [(" one-shot", comm.max_bytes), (" two-shot", 0)] if own else [("", None)]
+    summed = (residual.float() + want.to(me.device).float()).bfloat16()
+    normed = summed.double() * torch.rsqrt(summed.double().square().mean(-1, keepdim=True) + EPS)
+
+    def norm_is_right() -> bool:  # one call more, from the first residual
+        res.copy_(residual)
+        all_reduce_rms_norm(x, res, weight, comm, EPS, out=out)
+        same = torch.equal(res, summed) if own or me.world == 2 else torch.allclose(res.float(), summed.float(), rtol=2e-2, atol=2e-2)
+        return same and bool(((out.double() - normed).abs() <= 2.0**-6 * (0.01 + normed.abs())).all())
+    if own and rows >= 8:
+        columns, both = x.view(1, rows, hidden), torch.empty_like(x)
+        me.row(f"{name} both directions at once", "all_reduce", shape, BF16, lambda: all_reduce_columns(columns, comm, both),
+               lambda: torch.equal(both.cpu(), want))
+    for form, limit in forms:
+        label = ("our NCCL" if name == "nccl" else name) + form
+        if limit is not None:
+            comm.set_one_shot_bytes(limit)
+        right = (lambda: torch.equal(out.cpu(), want)) if own else (lambda: close(out))
+        me.row(label, "all_reduce", shape, BF16, lambda: all_reduce(x, comm, out), right)
+        me.row(label, "all_reduce_rms_norm", shape, BF16, lambda: all_reduce_rms_norm(x, res, weight, comm, EPS, out=out), norm_is_right)
+    if own and me.cuda and rows >= 16:
+        bound = sum(p.abs().float() for p in me.gathered(x.cpu())) / 16 + me.world * float(x.abs().max()) / 128
+        comm._handle.set_fp8_bytes(0)
+        me.row(f"{name} fp8 wire (lossy)", "all_reduce", shape, BF16, lambda: all_reduce(x, comm, out),
+               lambda: bool(((out.float().cpu() - want.float()).abs() <= bound).all()))
+        comm._handle.set_fp8_bytes(NEVER)
+    comm.check()
+
+
+def nccl_rows(me: Rank, label: str, x, res, weight, shape: dict, close) -> None:
+    y, group = x.clone(), me.fabric
     me.row(label, "all_reduce", shape, BF16, lambda: dist.all_reduce(y, group=group), lambda: True, "values grow; not compared")
 
     def step() -> None:
@@ -78,23 +119,20 @@ def nccl_rows(me: Rank, label: str, group, x, res, weight, shape: dict, close) -
 
 def sums_without_p2p(me: Rank, args) -> None:
     """In processes of their own: NCCL reads NCCL_P2P_DISABLE once."""
-    nccl = dist.new_group(backend="nccl")
     for rows in args.rows:
-        shape = dict(W=me.world, rows=rows, H=args.hidden)
-        parts = [torch.randn(rows, args.hidden, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(me.world)]
-        exact = sum(p.double() for p in parts)
-        close = lambda t: bool(((t.double().cpu() - exact).abs() <= 2.0**-7 * (1 + exact.abs()) * me.world).all())  # noqa: E731
-        x = parts[me.rank].to(me.device)
-        weight = torch.ones(args.hidden, dtype=torch.bfloat16, device=me.device)
-        nccl_rows(me, "NCCL without P2P", nccl, x, x.clone(), weight, shape, close)
+        m = Message(me, rows, args.hidden)
+        nccl_rows(me, "NCCL without P2P", m.x, m.residual, m.weight, m.shape, m.close)
 
 
 class SymmetricMemory:
     """torch's one-shot and two-shot kernels on a tensor of theirs, multicast off."""
 
-    def __init__(self, me: Rank, group, elements: int) -> None:
+    def __init__(self, me: Rank, elements: int) -> None:
         self.why = ""
         try:
+            if not me.cuda:
+                raise RuntimeError("not on a CPU")
+            group = me.fabric
             import torch.distributed._symmetric_memory as symm
             self.flat = symm.empty(elements, dtype=torch.bfloat16, device=me.device)
             symm.rendezvous(self.flat, group=group)
@@ -128,6 +166,11 @@ class SymmetricMemory:
             if form == "one-shot":
                 me.row(f"{label}, no copy", "all_reduce", shape, BF16, bare, lambda: close(out))
 
+                def fused() -> None:
+                    bare()
+                    F.rms_norm(res.add_(out), (x.shape[1],), weight, EPS)
+                me.row(f"{label}, no copy + add + norm", "all_reduce_rms_norm", shape, BF16, fused, lambda: bool(res.isfinite().all()))
+
 
 # ---- linear_all_reduce -------------------------------------------------------------------------------------------------------
 
@@ -136,33 +179,38 @@ RESIDENT = (("resident", 1), ("resident", 2), ("resident", 4), ("resident", 7), 
 FEW = 8  # blocks or CTAs of a sum that leaves the SMs to the product
 
 
-def linears(me: Rank, args, comms: dict) -> None:
-    """residual += sum(x @ weight.T): product then sum against pieces, and the share of the shorter part that is hidden."""
+def linears(me: Rank, args, comms: dict, resident: bool = False) -> None:
+    """residual += sum(x @ weight.T): product then sum against pieces, and the share of the shorter part that is hidden. resident: the
+    pieces of one kernel that waits for them."""
     comms = dict(comms)
-    if "nccl" in comms and not args.quick:
+    if "nccl" in comms and not args.quick and not resident:
         comms["nccl, 8 CTAs"] = Communicator(device=me.device, backend="nccl", nccl=dict(max_ctas=FEW))
     for inner in args.inner:
         n, k = args.hidden, inner // me.world
         weight = torch.randn(n, k, generator=torch.Generator(me.device).manual_seed(1), device=me.device).bfloat16() / k**0.5
         for name, comm in comms.items():
             for m in args.linear_rows:
-                linear(me, args, name, comm, m, weight)
+                linear(me, args, name, comm, m, weight, resident)
+                comm.check()
 
 
-def cuts_for(m: int, transport: str, quick: bool) -> list:
+def cuts_for(m: int, transport: str, quick: bool, resident: bool) -> list:
     """(split, blocks of the sums) worth measuring for m rows."""
+    if resident:
+        if transport == "nccl":
+            return []
+        return [(c, b) for c in RESIDENT if m >= 64 or c[1] <= 2 for b in ((16, FEW) if m >= 256 and not quick else (16,))]
     streams = [c for c in STREAMS if c[0] != "rows" or m // c[1] >= 64]
     if m < 64:
-        return [(("columns", 2), 64)] + ([(("resident", 1), 64)] if transport != "nccl" else [])
+        return [(("columns", 2), 64)]
     if quick:
         streams = [c for c in streams if c in (("columns", 2), ("columns", 4), ("growing", 3), ("rows", 4))]
     if transport == "nccl":
         return [(c, 64) for c in streams]
-    return ([(c, b) for c in streams for b in ((64, FEW) if m >= 256 and not quick else (64,))] +
-            [(c, b) for c in RESIDENT for b in ((16, FEW) if m >= 256 else (16,))])
+    return [(c, b) for c in streams for b in ((64, FEW) if m >= 256 and not quick else (64,))]
 
 
-def linear(me: Rank, args, name: str, comm, m: int, weight: torch.Tensor) -> None:
+def linear(me: Rank, args, name: str, comm, m: int, weight: torch.Tensor, resident: bool) -> None:
     n, k = weight.shape
     shape = dict(W=me.world, M=m, N=n, K=k, over=name) | (dict(cards=1) if getattr(args, "same_gpu", False) else {})
     x = torch.randn(m, k, generator=torch.Generator(me.device).manual_seed(m), device=me.device).bfloat16()
@@ -193,15 +241,15 @@ def linear(me: Rank, args, name: str, comm, m: int, weight: torch.Tensor) -> Non
     h.zero_()
     in_turn()
     want, found, turn, shorter = h.float(), [], us["then"], min(us["product"], us["sum"])
-    fits = own and m * n * 2 <= comm.max_bytes
-    if fits:  # the other kernel, in turn as well: the faster of the two is what an overlap is held against
+    one_call = own and m * n * 2 <= comm.max_bytes
+    if one_call:  # the other kernel, in turn as well: the faster of the two is what an overlap is held against
         columns, fused = y.view(1, m, n), torch.empty_like(h)
         alone = me.row("sum alone, both directions at once", "linear_all_reduce", shape, BF16,
                        lambda: all_reduce_columns(columns, comm, fused), **kw)
         if alone is not None:
             shorter = min(shorter, alone)
-    for split, blocks in cuts_for(m, comm.transport, args.quick):
-        if split[0] == "resident" and not fits:
+    for split, blocks in cuts_for(m, comm.transport, args.quick, resident):
+        if (split[0] == "resident" and not one_call) or not fits(n, 2, *split):
             continue
         if own:
             comm._handle.set_blocks(blocks)
@@ -217,11 +265,11 @@ def linear(me: Rank, args, name: str, comm, m: int, weight: torch.Tensor) -> Non
         label = f"{split[1]} pieces of {split[0]}" if split[0] != "resident" else f"{split[1]} pieces, one resident kernel"
         me.known_row(label + (f", {blocks} blocks" if blocks not in (64, 16) else ""), "linear_all_reduce", shape, BF16, t, good,
                      f"hidden {100 * (turn - t) / shorter:.0f} % of the shorter part ({shorter:.1f} us) against {turn:.1f} us in turn")
-    if found and m in (256, 1024):
+    if found and m in (256, 1024) and me.cuda:
         best = min(me.gathered(min(found)))
         if own:
             comm._handle.set_blocks(best[2])
-        seen = trace(me, lambda: linear_all_reduce(x, weight, comm, split=best[1], residual=h), args.out, f"{name.split(',')[0]}-M{m}-K{k}")
+        seen = trace(me, lambda: linear_all_reduce(x, weight, comm, split=best[1], residual=h), args.out, f"{name.split(',')[0]}-M{m}-K{k}{'-resident' if resident else ''}")
         if me.rank == 0:
             print(f"linear over {name}, M={m}, K={k}: product {us['product']:.1f} us, sum {us['sum']:.1f}, in turn {us['then']:.1f} (best {turn:.1f}), "
                   f"{best[1]} {best[0]:.1f} = {100 * (turn - best[0]) / shorter:.0f} % hidden; trace: sum {seen['sum_us']:.1f} us, product "
@@ -236,8 +284,8 @@ def verifies(me: Rank, args, comms: dict) -> None:
     """verify_tree_sharded against all-gather of the logits + verify_tree: time, bytes received by a rank, equal tokens."""
     from fastverify import Sampling, verify_tree
     from fastverify.accept.verify_tree_combine import verify_tree_sharded
-    vocab = 163840 // (32 * me.world) * 32 * me.world
-    shard, nccl, device = vocab // me.world, dist.new_group(backend="nccl"), me.device
+    vocab = args.vocab // (32 * me.world) * 32 * me.world
+    shard, nccl, device = vocab // me.world, me.fabric, me.device
     laws = {"greedy": dict(temperature=0.0), "temperature": dict(temperature=0.8), "top-k+top-p": dict(temperature=0.8, top_k=50, top_p=0.95)}
     for nodes in (16, 64):
         whole = torch.randn(nodes, vocab, generator=torch.Generator(device).manual_seed(nodes), device=device).bfloat16() * 2
@@ -255,7 +303,7 @@ def verifies(me: Rank, args, comms: dict) -> None:
 
             def gathered() -> None:
                 parts = torch.empty(me.world, nodes, shard, dtype=whole.dtype, device=device)
-                dist.all_gather_into_tensor(parts, mine, group=nccl)
+                dist.all_gather_into_tensor(parts.flatten(0, 1), mine, group=nccl)
                 logits = parts.transpose(0, 1).reshape(nodes, vocab)
                 found["gathered"] = verify_tree(logits, tokens, parents, cu, prefix, active, left.clone(), sampling, vocab_size=vocab)
             shape = dict(W=me.world, N=nodes, V=vocab, law=law)

@@ -73,10 +73,35 @@ def verifies(rows: list) -> list:
 def loops(rows: list) -> list:
     mine = [r for r in rows if r["op"] == "decode"]
     out = header(["model", "tree", "what", "result"])
-    for r in mine:
+    for r in sorted(mine, key=lambda r: r["shape"]["model"]):
         s = r["shape"]
-        what = r["provider"] + (f", {s['law']}" if s.get("law", "{}") != "{}" else "")
+        what = r["provider"] + (f", {s['law']}" if s.get("law", "{}") != "{}" else "") + (f", communicator {s['over']}" if "over" in s else "")
         out.append(line([s["model"], s.get("tree", ""), what, r["note"]]))
+    return out
+
+
+RIVALS = (("sum over peer memory, fused with the norm", "all_reduce_rms_norm", "peer", "NCCL + add + norm"),
+          ("sum over peer memory", "all_reduce", "peer", "NCCL"),
+          ("sum over the mailbox, fused with the norm", "all_reduce_rms_norm", "host", "NCCL without P2P + add + norm"),
+          ("sum over the mailbox", "all_reduce", "host", "NCCL without P2P"))
+
+
+def rivals(rows: list) -> list:
+    """The fastest of our forms against NCCL, by rows: us and how many times faster."""
+    by: dict = {}
+    for r in rows:
+        if r["op"] in ("all_reduce", "all_reduce_rms_norm") and "rows" in r["shape"] and r["median_us"] is not None and "lossy" not in r["provider"]:
+            by.setdefault((r["op"], r["shape"]["rows"]), {})[r["provider"]] = r["median_us"]
+    sizes = sorted({n for _, n in by})
+    out = header(["fastest form against NCCL, us", *(f"{n} rows" for n in sizes)])
+    for name, op, way, rival in RIVALS:
+        cells = []
+        for n in sizes:
+            found = by.get((op, n), {})
+            ours = [us for p, us in found.items() if p.split(" ")[0] == way]
+            cells.append(f"{figure(min(ours))} / {figure(found[rival])} = {found[rival] / min(ours):.1f}x" if ours and rival in found else "-")
+        if any(c != "-" for c in cells):
+            out.append(line([name, *cells]))
     return out
 
 
@@ -91,7 +116,7 @@ def page(path: Path) -> str:
     parts = [f"{world} x {first['device']}, {first['date'][:10]}, " + ", ".join(f"{k} {v}" for k, v in versions.items()) +
              f"; us per call, the least over ranks of the medians of graph replays; `{'`, `'.join(commands)}`; "
              f"`benchmarks/results/{path.name}`. {len(checked)} rows were checked in that run, {sum(r['correct'] is False for r in checked)} were wrong."]
-    for title, lines in (("", sums(rows, "all_reduce")), ("", sums(rows, "all_reduce_rms_norm")),
+    for title, lines in (("", rivals(rows)), ("", sums(rows, "all_reduce")), ("", sums(rows, "all_reduce_rms_norm")),
                          ("`linear_all_reduce`, N = 7168:", linears(rows)),
                          ("`verify_tree` over a vocabulary of 163840, vocab-parallel against all-gather + verify:", verifies(rows)),
                          ("The decode loop:", loops(rows))):

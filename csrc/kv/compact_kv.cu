@@ -13,14 +13,9 @@ void compact_kv_cuda(Tensor k_cache, const OptTensor v_cache, const Tensor path,
                      const Tensor prefix_len, const Tensor page_table, const OptTensor cu_nodes, const OptTensor aux,
                      const OptTensor aux_out, const OptTensor cu_out) {
     constexpr const char* kOp = "compact_kv";
-    check_slab(kOp, k_cache, "k_cache", k_cache);
-    if (v_cache) check_slab(kOp, *v_cache, "v_cache", k_cache);
-    const CompactSizes s = check_compact(kOp, k_cache, k_cache.size(0), k_cache.size(1), k_cache.size(2), path,
-                                         num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out);
-    const RowCache k = row_cache(kOp, "k_cache", k_cache, 1);
-    const RowCache v = v_cache ? row_cache(kOp, "v_cache", *v_cache, 1) : RowCache();
-    compact_rows_cuda(kOp, k_cache, k, v, SlabLayers{k.data, v.data, k.layer, v.layer},
-                      {path, num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out}, s);
+    const CompactInputs in{path, num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out};
+    const CompactCall c = check_slabs(kOp, k_cache, v_cache, in);
+    compact_rows_cuda(kOp, k_cache, c.k, c.v, SlabLayers{c.k.data, c.v.data, c.k.layer, c.v.layer}, in, c.sizes);
 }
 
 }  // namespace

@@ -13,13 +13,9 @@ void compact_kv_layers_cpu(
     const Tensor num_tokens_out, const Tensor prefix_len, const Tensor page_table, const OptTensor cu_nodes,
     const OptTensor aux, const OptTensor aux_out, const OptTensor cu_out) {
     constexpr const char* kOp = "compact_kv_layers";
-    check_layer_counts(kOp, k_caches, v_caches);
-    const Tensor& like = k_caches[0];
-    const RowCache k = check_layers(kOp, "k_caches", k_caches, like);
-    const RowCache v = v_caches.empty() ? RowCache() : check_layers(kOp, "v_caches", v_caches, like);
-    const CompactSizes s = check_compact(kOp, like, static_cast<int64_t>(k_caches.size()), like.size(0), like.size(1), path,
-                                         num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out);
-    compact_rows_cpu(kOp, k, v, {path, num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out}, s);
+    const CompactInputs in{path, num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out};
+    const CompactCall c = check_lists(kOp, k_caches, v_caches, in);
+    compact_rows_cpu(kOp, c.k, c.v, in, c.sizes);
 }
 
 }  // namespace

@@ -13,19 +13,14 @@ void compact_kv_layers_cuda(
     const Tensor num_tokens_out, const Tensor prefix_len, const Tensor page_table, const OptTensor cu_nodes,
     const OptTensor aux, const OptTensor aux_out, const OptTensor cu_out) {
     constexpr const char* kOp = "compact_kv_layers";
-    check_layer_counts(kOp, k_caches, v_caches);
-    const Tensor& like = k_caches[0];
-    const RowCache k = check_layers(kOp, "k_caches", k_caches, like);
-    const RowCache v = v_caches.empty() ? RowCache() : check_layers(kOp, "v_caches", v_caches, like);
-    const CompactSizes s = check_compact(kOp, like, static_cast<int64_t>(k_caches.size()), like.size(0), like.size(1), path,
-                                         num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out);
+    const CompactInputs in{path, num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out};
+    const CompactCall c = check_lists(kOp, k_caches, v_caches, in);
     ListedLayers<kMaxLayers> layers{};
-    for (size_t l = 0; l < k.layers.size(); ++l) {
-        layers.data[0][l] = k.layers[l];
-        layers.data[1][l] = v.layers.empty() ? nullptr : v.layers[l];
+    for (size_t l = 0; l < c.k.layers.size(); ++l) {
+        layers.data[0][l] = c.k.layers[l];
+        layers.data[1][l] = c.v.layers.empty() ? nullptr : c.v.layers[l];
     }
-    compact_rows_cuda(kOp, like, k, v, layers,
-                      {path, num_tokens_out, prefix_len, page_table, cu_nodes, aux, aux_out, cu_out}, s);
+    compact_rows_cuda(kOp, k_caches[0], c.k, c.v, layers, in, c.sizes);
 }
 
 }  // namespace

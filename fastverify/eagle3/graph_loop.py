@@ -149,7 +149,8 @@ class GraphLoop:
             keep = self.run_ahead
         if len(self._flight) > keep:
             spans += self._collect()
-        while self._flight and (len(self._flight) > keep > 0 or self._known(self._flight[0])):
+        # over several ranks every record is read before anything is decided: what one host knows the others must know too
+        while self._flight and (self.target.comm is not None or len(self._flight) > keep > 0 or self._known(self._flight[0])):
             spans += self._collect()
         return spans
 

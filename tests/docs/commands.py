@@ -3,6 +3,7 @@
     python tests/docs/commands.py                 what runs without network, with small settings; a table, exit code 1 if one failed
     python tests/docs/commands.py --list          every command, and how or why it is not run
     python tests/docs/commands.py --only bench    those that contain the word
+    python tests/docs/commands.py --without rich  where rich cannot be imported; or triton, matplotlib, transformers, nccl, gpu
 
 RULES says for each what is run: the command itself, or the same command with its placeholders (MODEL, FILE.jsonl, ...) filled in and
 settings that take seconds. tests/docs/test_commands.py fails if a page has a command that no rule knows, or a rule no command.
@@ -21,6 +22,20 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = r"(?:[A-Z_]+=\S+ )*(?:fastverify|python3?|make|torchrun|pip|bash)\s"
 GENERATED = re.compile(r"<!-- ([\w-]+|gpu: [\w.]+) -->\n.*?<!-- /", re.S)  # records of runs, with files of theirs
+
+
+# --without: a finder in front of all others, in a sitecustomize of every process that a command starts; or variables
+BLOCK = """import importlib.abc, importlib.util, sys
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == {package!r}:
+            raise ModuleNotFoundError("No module named " + repr(name), name=name)
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name.split(".")[0] == {package!r} else real(name, package)
+sys.meta_path.insert(0, Blocked())
+"""
+WITHOUT = {"nccl": dict(FASTVERIFY_NCCL_LIB="/nowhere/libnccl.so"), "gpu": dict(CUDA_VISIBLE_DEVICES=""),
+           **dict.fromkeys(("rich", "triton", "matplotlib", "transformers"), {})}
 
 
 class Rule(NamedTuple):
@@ -152,13 +167,30 @@ def filled(rule: Rule, command: str, where: dict) -> str:
     return (rule.run or command).format(**where)
 
 
-def run(line: str, seconds: float) -> tuple:
+def removed(what: str, work: Path) -> dict:
+    """Variables for processes in which one optional thing is missing."""
+    if not what or WITHOUT[what]:
+        return WITHOUT.get(what, {})
+    (work / "without").mkdir()
+    (work / "without" / "sitecustomize.py").write_text(BLOCK.format(package=what))
+    return dict(FIRST=str(work / "without"))
+
+
+def right(rule: Rule, line: str, without: str, code: int, last: list) -> bool:
+    """Whether a command ended as it should: plots are refused, in words, where there is nothing to draw with."""
+    if without == "matplotlib" and "--plot" in line:
+        return code == 2 and any("Fix: pip install matplotlib" in text for text in last)
+    return code == rule.code or (rule.code == -1 and code in (0, 1))
+
+
+def run(line: str, seconds: float, **more: str) -> tuple:
     """(exit code, seconds, last lines) of a line of shell, in which `fastverify` is this package."""
     prelude = ('fastverify() { "$PY" -m fastverify "$@"; }; python() { "$PY" "$@"; }; torchrun() { "$PY" -m torch.distributed.run "$@"; }\n')
     start = time.monotonic()
     try:
         done = subprocess.run(["bash", "-c", prelude + line], cwd=ROOT, capture_output=True, text=True, timeout=seconds,
-                              env=os.environ | {"PY": sys.executable, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path[1:])])})
+                              env=os.environ | more | {"PY": sys.executable, "PYTHONPATH": os.pathsep.join(
+                                  [*filter(None, [more.get("FIRST")]), str(ROOT), *filter(None, sys.path[1:])])})
         return done.returncode, time.monotonic() - start, (done.stdout + done.stderr).strip().splitlines()[-12:]
     except subprocess.TimeoutExpired:
         return 124, seconds, [f"stopped after {seconds:g} s"]
@@ -169,16 +201,20 @@ def main() -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--only", metavar="WORD,...", default="")
     parser.add_argument("--skip", metavar="WORD,...", default="", help="those that do not contain it")
+    parser.add_argument("--without", choices=list(WITHOUT), default="", help="as if this were not installed")
+    parser.add_argument("--quick", action="store_true", help="those only that the tests run too: seconds each")
     parser.add_argument("--seconds", type=float, default=180, help="per command")
     args = parser.parse_args()
     failed, seen, count = [], set(), 0
     with tempfile.TemporaryDirectory() as work:
-        where = places(Path(work))
+        where, env = places(Path(work)), removed(args.without, Path(work))
         for page, command in documented():
             (rule,) = rules_of(command)
             line = filled(rule, command, where)
             why = rule.why or ("the demo model is not here: fastverify fetch-demo" if rule.model and not where["demo"] else "")
             if (args.only and not any(w in command for w in args.only.split(","))) or any(w in command for w in args.skip.split(",") if w):
+                continue
+            if args.quick and not rule.quick:
                 continue
             if args.list or why:
                 print(f"{'-':>6} {page}: {command}   {'(' + why + ')' if why else line}", flush=True)
@@ -187,10 +223,10 @@ def main() -> int:
                 continue
             seen.add(line)
             count += 1
-            code, took, last = run(line, args.seconds)
-            right = code == rule.code or (rule.code == -1 and code in (0, 1))
-            print(f"{took:5.1f}s {page}: {command}   {'ok' if right else f'EXIT {code}'}", flush=True)
-            if not right:
+            code, took, last = run(line, args.seconds, **env)
+            good = right(rule, line, args.without, code, last)
+            print(f"{took:5.1f}s {page}: {command}   {'ok' if good else f'EXIT {code}'}", flush=True)
+            if not good:
                 failed.append(command)
                 print("        " + line, *("        | " + text[:160] for text in last), sep="\n", flush=True)
     if not args.list:

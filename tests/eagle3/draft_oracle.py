@@ -8,10 +8,12 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 import torch
 from cases import page_tables
 from safetensors.torch import load_file
 
+from fastverify.eagle3.checkpoint import load_draft
 from fastverify.eagle3.grow import GrowBuffers, draft_tree, extend
 from fastverify.models.batch import ForwardBatch
 from fastverify.tree import Prepared, prepare_tree
@@ -23,6 +25,18 @@ GOLDEN = DATA / "eagle_golden"
 def target_config(**kw) -> dict:
     """The target's facts that load_draft needs."""
     return {"hidden_size": 64, "vocab_size": 512, "num_layers": 8, **kw}
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict:
+    return load_file(GOLDEN / "random.safetensors")
+
+
+@pytest.fixture
+def draft(golden):
+    d = load_draft(GOLDEN / "draft", target_config())
+    d.embed = golden["embed"].float()
+    return d
 
 
 class NaiveDraft:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from draft_oracle import GOLDEN, NaiveDraft, Run, close, target_config
+from draft_oracle import GOLDEN, NaiveDraft, Run, close, draft, golden, target_config  # noqa: F401
 from safetensors.torch import load_file, save_file
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -12,18 +12,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from fastverify.eagle3.checkpoint import load_draft
 from fastverify.eagle3.grow import GrowBuffers, draft_tree, extend
 from fastverify.models.batch import ForwardBatch
-
-
-@pytest.fixture(scope="module")
-def golden() -> dict:
-    return load_file(GOLDEN / "random.safetensors")
-
-
-@pytest.fixture
-def draft(golden):
-    d = load_draft(GOLDEN / "draft", target_config())
-    d.embed = golden["embed"].float()
-    return d
 
 
 @pytest.fixture(scope="module")

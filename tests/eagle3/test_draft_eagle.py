@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from draft_oracle import DATA, GOLDEN, Run, close, target_config
+from draft_oracle import DATA, GOLDEN, Run, close, draft, golden, target_config  # noqa: F401
 from safetensors.torch import load_file
 
 from fastverify.eagle3 import grow
@@ -12,18 +12,6 @@ from fastverify.models.load import load_target
 from fastverify.tree import Prepared, prepare_tree
 
 EAGLE_TREES = [(1, 4, 6), (6, 4, 20), (10, 5, 60), (4, 2, 8)]  # (k, depth, total); depth d means d + 1 levels
-
-
-@pytest.fixture(scope="module")
-def golden() -> dict:
-    return load_file(GOLDEN / "random.safetensors")
-
-
-@pytest.fixture
-def draft(golden):
-    d = load_draft(GOLDEN / "draft", target_config())
-    d.embed = golden["embed"].float()
-    return d
 
 
 def golden_aux(golden: dict, layers: tuple) -> torch.Tensor:

@@ -1,19 +1,11 @@
 """Tensor parallelism over gloo: ranks emit the same tokens, and those of one rank alone (golden pair, float32)."""
 
-import json
-import os
-import socket
-from pathlib import Path
-
 import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo_ranks import texts_of_one, texts_of_ranks
 
-from fastverify import Communicator, Decoder, SamplingParams, load_draft, load_target
-from fastverify.models.parallel import heads_of, shard, split_evenly
+from fastverify import Decoder, SamplingParams
+from fastverify.models.parallel import heads_of, split_evenly
 
-GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
 PROMPTS = [[1, 7, 42, 42, 7, 3, 9], [5, 6, 7, 8] * 5, [11]]
 RUNS = [("off", SamplingParams()), ("chain-3", SamplingParams()), ("tree-8", SamplingParams()),
         ("tree-8", SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=3)),
@@ -48,22 +40,6 @@ def test_heads_that_do_not_divide_are_replicated():
     assert heads_of(9, 3, 2, 0) is None and heads_of(8, 3, 2, 0) is None
 
 
-def _rank(rank: int, world: int, port: int, out: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
-    whole = load_target(GOLDEN / "target")
-    draft = load_draft(GOLDEN / "draft", whole)
-    with Communicator() as comm:
-        comm.overlap_rows = 6  # the overlapped form runs in prefill
-        target = shard(whole, comm)
-        texts = decode(target, draft)
-        assert comm.from_first(rank) == 0
-    (Path(out) / f"{rank}.json").write_text(json.dumps(texts))
-    dist.barrier()
-    dist.destroy_process_group()  # gloo's threads abort a process that exits with them running
-
-
 def first_differences(got: list, want: list) -> list:
     """(run, request, position) of texts that part."""
     found = []
@@ -77,13 +53,7 @@ def first_differences(got: list, want: list) -> list:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_decode_on_ranks(tmp_path, world):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_rank, (world, port, str(tmp_path)), nprocs=world)
-    texts = [json.loads((tmp_path / f"{r}.json").read_text()) for r in range(world)]
+    texts = texts_of_ranks(decode, world, tmp_path, overlap_rows=6)  # the overlapped form runs in prefill
     assert all(t == texts[0] for t in texts), "every rank emits the same tokens"
-    target = load_target(GOLDEN / "target")
-    alone = decode(target, load_draft(GOLDEN / "draft", target))
-    differences = first_differences(texts[0], alone)
+    differences = first_differences(texts[0], texts_of_one(decode))
     assert differences == [], f"(run, request, position) of first differences from one rank: {differences}"
