@@ -151,7 +151,6 @@ def main() -> int:
     parser.add_argument("--length", default="256")
     parser.add_argument("--acceptance", type=float, default=0.6)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--pull", default="", help="MiB of o, gate/up and down to pull ahead, one setting after the other: 0,0,0:32,0,0:32,12,8")
     parser.add_argument("--together", default="", help="numbers of cycles to capture in one graph: 1,2,4,8")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--fp8", action="store_true", help="the layers' matrices in float8 (models/fp8.py)")
@@ -164,10 +163,7 @@ def main() -> int:
         to_fp8(target)
     together = [int(k) for k in args.together.split(",") if k]
     note = label(args.dummy, args.acceptance) + (", float8 weights" if args.fp8 else "")
-    for batch, length, name, pull in itertools.product(map(int, args.requests.split(",")), map(int, args.length.split(",")),
-                                                       args.tree.split(","), args.pull.split(":")):
-        if pull:
-            target.pull_ahead(*(int(m) << 20 for m in pull.split(",")))
+    for batch, length, name in itertools.product(map(int, args.requests.split(",")), map(int, args.length.split(",")), args.tree.split(",")):
         shape = parse_shape(name)
         speculative = shape is not OFF and shape.speculative
         loop = GraphLoop(target, draft if speculative else None, shapes=(shape,), max_batch=batch, max_length=length + 512,
@@ -175,11 +171,11 @@ def main() -> int:
                          hook=ImposedAcceptance(args.acceptance) if speculative else None)
         floor = weight_bytes(target) + kv_bytes(target, batch, length)
         for stage, t in stages(loop, batch, shape, args.repeats, together).items():
-            bench._add(stage, dict(model=args.dummy, B=batch, prefix=length, tree=name) | (dict(weights="fp8") if args.fp8 else {}) | (dict(pull=pull) if pull else {}), "bfloat16", t,
+            bench._add(stage, dict(model=args.dummy, B=batch, prefix=length, tree=name) | (dict(weights="fp8") if args.fp8 else {}), "bfloat16", t,
                        floor if stage == "verify" else 0, None, note, True)
             row = bench.rows[-1]
             against = f", {row['median_us'] / row['floor_us']:.3f}x the floor {row['floor_us']:.0f}" if row["floor_us"] else ""
-            print(f"{args.dummy}{' fp8' if args.fp8 else ''} B={batch} prefix={length} {name}{' pull ' + pull if pull else ''} {stage}: {row['median_us']:.1f} us{against}", flush=True)
+            print(f"{args.dummy}{' fp8' if args.fp8 else ''} B={batch} prefix={length} {name} {stage}: {row['median_us']:.1f} us{against}", flush=True)
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(4):

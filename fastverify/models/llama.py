@@ -19,9 +19,6 @@ from .fp8 import Fp8Weight
 from .linear import add_linear, linear, norm_before, rms_norm, silu_mul_before
 
 
-PULL_ROWS = 64  # beyond it products are no longer bound by the memory alone
-
-
 class TensorSource(Protocol):
     """Where weights come from: a checkpoint that answers by Hugging Face tensor names."""
 
@@ -68,15 +65,7 @@ class LlamaModel:
         self.comm, self.vocab_range, self.split_heads = None, (0, config.vocab_size), False
         self.filters = True  # a captured cycle of a split target allows top-k, top-p and min-p: 10 small gathers instead of 1
         self.prefetch = [(None, None)] * len(layers)  # what the sums after attention and MLP pull into L2 (prefetch_table)
-        self.puller, self.pulls = None, None  # see pull_ahead
         self.cos_sin = config.rope.cos_sin(config.head_dim, config.max_position).to(self.device)
-
-    def pull_ahead(self, o: int, gate_up: int, down: int) -> None:
-        """From now on a forward of at most PULL_ROWS rows pulls so many bytes of a layer's weights into the L2 beside attention (o, then
-        gate/up) and beside SiLU (down). Same bits. For large models on sm_90 and newer; 0, 0, 0: no more."""
-        from .prefetch_triton import Puller
-        self.puller = self.puller or Puller(self.device)
-        self.pulls = (o, gate_up, down) if o or gate_up or down else None
 
     def make_cache(self, num_pages: int, page_size: int) -> KVCache:
         """A zeroed paged cache of this model's shape, dtype and device."""
@@ -104,15 +93,12 @@ class LlamaModel:
                 raise ValueError("forward: exact must have a whole target whose matrices are multiples of 16 x 32, bfloat16 on a GPU; got "
                                  f"{self.dtype}. Fix: leave exact mode off.")
             return self._forward_skinny(h, batch, cache, aux, aux_layers), aux
-        pull = self.pulls if rows <= PULL_ROWS else None
         x = norm_before(self.layers[0].qkv, h, self.layers[0].input_norm, eps)
         for i, w in enumerate(self.layers):
             self._keep_aux(aux, aux_layers, i, h)
             qkv = linear(x, w.qkv, w.qkv_bias)
             q, k, v = qkv.view(rows, -1, c.head_dim).split(heads, dim=1)
             k_cache, v_cache = cache.k[i], cache.v[i]
-            if pull:
-                self.puller.pull((w.o.data, pull[0]), (w.gate_up.data, pull[1]))
             rope_append(q, k, v, batch.positions, batch.slots, self.cos_sin, k_cache, v_cache, q_norm=w.q_norm,
                         k_norm=w.k_norm, eps=eps)
             if i == 0:
@@ -121,13 +107,9 @@ class LlamaModel:
                                row_base=batch.row_base, schedule=batch.schedule, workspace=workspace)
             x = self._add_norm(h, a.view(rows, -1), w.o, w.o_bias, w.post_norm, w.gate_up, self.split_heads, self.prefetch[i][0])
             gate_up = linear(x, w.gate_up, w.gate_up_bias)
-            if pull and pull[2]:
-                self.puller.pull((w.down.data, pull[2]))
             x = silu_mul_before(w.down, gate_up)
             after, product = (self.layers[i + 1].input_norm, self.layers[i + 1].qkv) if i + 1 < c.num_layers else (self.norm, self.lm_head_weight)
             x = self._add_norm(h, x, w.down, w.down_bias, after, product, self.comm is not None, self.prefetch[i][1])
-        if pull:
-            self.puller.join()
         self._keep_aux(aux, aux_layers, c.num_layers, h)
         return x, aux
 
