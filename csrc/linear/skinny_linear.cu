@@ -10,7 +10,7 @@
 namespace fv {
 namespace skinny {
 
-void run_wide_plain(const Launch& launch, const Params& p, const Plain& to);  // wide_linear.cu
+void run_wide_plain(const Launch& launch, const Params& p, const Plain& to);  // skinny_linear_wide.cu
 void run_wide_add(const Launch& launch, const Params& p, const Plain& to);
 void run_silu_mul(const Launch& launch, const Params& p, uint16_t* out, int64_t row_stride);  // skinny_linear_silu.cu
 

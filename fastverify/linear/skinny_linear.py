@@ -24,7 +24,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, *, bias: Optional[torch
     out   written and returned; allocated when None (not for ADD)
     copy  [R, N], rows may be strided: gets out's values too (not for SILU_MUL)
     The bits of a row depend on K and N alone, not on the rows beside it, their number or their place (CUDA; the basis of
-    exact mode). Errors: RuntimeError on a wrong shape, dtype or device. Cost: the weight once per 32 rows, one launch, which
+    exact mode). Errors: RuntimeError on a wrong shape, dtype or device. Cost: the weight once per 32 rows (16 for K above 2048), one launch, which
     may start while the launch before it ends (sm_90 and newer). Graph-safe with `out`. Source: csrc/linear/skinny_linear.cu.
     """
     if out is None:
