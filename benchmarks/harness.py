@@ -197,11 +197,16 @@ def merge_rows(old: list, new: list) -> list:
 def write_rows(folder: Path, rows: list) -> Path:
     """Adds the rows to <device>-<date>.json in `folder`; returns the file."""
     path = folder / f"{slug(rows[0]['device'], rows[0]['device_type'])}-{rows[0]['date'][:10]}.json"
+    store(path, rows)
+    return path
+
+
+def store(path: Path, rows: list) -> None:
+    """Adds the rows to a result file; a row that is there already is replaced."""
     old = json.loads(path.read_text())["rows"] if path.exists() else []
-    folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(r, allow_nan=False) for r in merge_rows(old, rows))
     path.write_text(f'{{"schema": {SCHEMA}, "rows": [\n' + lines + "\n]}\n")
-    return path
 
 
 def show(title: str, rows: list) -> None:

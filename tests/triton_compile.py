@@ -31,12 +31,17 @@ def compile_only(capability: int) -> Iterator[list]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    compiled, run = [], JITFunction.run
+    compiled, run, used = [], JITFunction.run, []
 
     def compile_it(self, *args, grid, warmup, **kwargs):
         self.device_caches.clear()  # of kernels compiled for another GPU under the same device number
+        used.append(self)
         compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
         return compiled[-1]
 
-    with mock.patch.object(driver, "_active", _Driver(capability)), mock.patch.object(JITFunction, "run", compile_it):
-        yield compiled
+    try:
+        with mock.patch.object(driver, "_active", _Driver(capability)), mock.patch.object(JITFunction, "run", compile_it):
+            yield compiled
+    finally:
+        for function in used:  # a later test may launch the same function on the GPU that is there
+            function.device_caches.clear()

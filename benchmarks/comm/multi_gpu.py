@@ -7,7 +7,7 @@ Rows of a world size go to DIR/<device>-x<W>-<date>.json, each at once. Sections
 all_reduce_rms_norm: peer, host mailbox, our NCCL communicator, torch's NCCL, torch symmetric memory), peers (FlashInfer's and
 sglang-kernel's kernels), without-p2p (NCCL with NCCL_P2P_DISABLE=1), verifies (vocab-parallel verify_tree), loop (the decode loop), linears and resident (linear_all_reduce), one-card
 (linear_all_reduce of two ranks on one GPU under MPS: the mailbox over one real link). A section that fails or takes longer than
---section-seconds does not stop the others. A sample is one replay of a graph of 100 chained calls (20 or 10 where noted by the section)
+--section-seconds does not stop the others. A sample is one replay of a graph of 100 chained calls (20 and 10 of linears above 256 and 1024 rows)
 divided by them; a row is the minimum over ranks of the medians. NVLink multicast stays off. --rehearse: everything but the
 kernels over CPU processes.
 """
@@ -29,7 +29,7 @@ import sections
 os.environ.update(sections.environment_for_ranks())
 
 import torch
-from harness import options
+from harness import options, store
 from ranks import spawn
 
 SECTIONS = ("sums", "peers", "without-p2p", "verifies", "loop", "linears", "resident", "one-card")
@@ -131,9 +131,10 @@ def run_world(args, world: int) -> None:
     for todo, variables, same_gpu in groups(args.sections):
         run_group(args, world, todo, variables, same_gpu)
     args.reached.unlink(missing_ok=True)
-    for path in sorted(args.out.glob("*.json")):  # device-date.json -> device-xW-date.json
-        stem = path.stem[:-11]
-        path.rename(out / f"{stem}-x{world}-{path.stem[-10:]}.json")
+    for path in sorted(args.out.glob("*.json")):  # device-date.json -> device-xW-date.json, whose rows of other sections stay
+        merged = out / f"{path.stem[:-11]}-x{world}-{path.stem[-10:]}.json"
+        store(merged, json.loads(path.read_text())["rows"])
+        path.unlink()
     args.out = out
 
 

@@ -60,7 +60,7 @@ class Rank:
         self.device = torch.device("cuda", 0 if getattr(args, "same_gpu", False) else rank) if self.cuda else torch.device("cpu")
         if self.cuda:
             torch.cuda.set_device(self.device)
-        self.gloo, self._fabric = self.group("gloo"), None
+        self.gloo, self._fabric, self.broken = self.group("gloo"), None, []
         args.device = str(self.device)
         self.bench: Optional[Bench] = Bench("all_reduce", args) if rank == 0 else None
         self.together()
@@ -128,10 +128,15 @@ class Rank:
         return self.gathered(summary(samples, self.cuda))
 
     def _captured(self, call: Callable, chain: int) -> Callable:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(chain):
-                call()
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for _ in range(chain):
+                    call()
+        except BaseException:
+            self.broken.append(graph)  # the destructor of a graph whose capture was lost ends the process
+            torch.cuda.set_stream(before)
+            raise
         return graph.replay
 
     def elapsed(self, run: Callable) -> float:

@@ -11,7 +11,7 @@ from ranks import Rank, fold
 from sglang_peer import Sglang
 
 from fastverify import Communicator, all_reduce, all_reduce_columns, all_reduce_rms_norm, linear_all_reduce
-from fastverify.comm.linear_all_reduce import fits
+from fastverify.comm.linear_all_reduce import ONE_PIECE, cut, fits
 
 EPS, BF16 = 1e-6, "bfloat16"
 WAYS = ("peer", "host", "nccl")
@@ -175,7 +175,7 @@ class SymmetricMemory:
 # ---- linear_all_reduce -------------------------------------------------------------------------------------------------------
 
 STREAMS = (("columns", 2), ("columns", 4), ("growing", 3), ("growing", 4), ("rows", 2), ("rows", 4))
-RESIDENT = (("resident", 1), ("resident", 2), ("resident", 4), ("resident", 7), ("resident", 8))
+RESIDENT = (("resident", 1), ("resident", 4), ("resident", 8), ("resident", 16), ("resident", 32))
 FEW = 8  # blocks or CTAs of a sum that leaves the SMs to the product
 
 
@@ -199,7 +199,7 @@ def cuts_for(m: int, transport: str, quick: bool, resident: bool) -> list:
     if resident:
         if transport == "nccl":
             return []
-        return [(c, b) for c in RESIDENT if m >= 64 or c[1] <= 2 for b in ((16, FEW) if m >= 256 and not quick else (16,))]
+        return [(c, b) for c in RESIDENT if m >= 64 or c[1] == 1 for b in ((16, FEW, FEW // 2) if m >= 256 and not quick else (FEW,))]
     streams = [c for c in STREAMS if c[0] != "rows" or m // c[1] >= 64]
     if m < 64:
         return [(("columns", 2), 64)]
@@ -215,7 +215,7 @@ def linear(me: Rank, args, name: str, comm, m: int, weight: torch.Tensor, reside
     shape = dict(W=me.world, M=m, N=n, K=k, over=name) | (dict(cards=1) if getattr(args, "same_gpu", False) else {})
     x = torch.randn(m, k, generator=torch.Generator(me.device).manual_seed(m), device=me.device).bfloat16()
     h, y = torch.zeros(m, n, dtype=torch.bfloat16, device=me.device), torch.zeros(m, n, dtype=torch.bfloat16, device=me.device)
-    kw = dict(chain=4 if m > 1024 else 10 if m > 256 else 20, repeats=min(8, args.repeats))
+    kw = dict(chain=10 if m > 1024 else 20 if m > 256 else 100, repeats=min(8, args.repeats))
     own, parts = comm.transport != "nccl", y.split(m if comm.transport == "nccl" else max(1, min(m, comm.max_bytes // (2 * n))))
 
     def sum_alone() -> None:
@@ -248,24 +248,28 @@ def linear(me: Rank, args, name: str, comm, m: int, weight: torch.Tensor, reside
                        lambda: all_reduce_columns(columns, comm, fused), **kw)
         if alone is not None:
             shorter = min(shorter, alone)
+    as_called = cut(m, weight, comm)
+    me.row(f"as called without split: {as_called[1]} of {as_called[0]}", "linear_all_reduce", shape, BF16, lambda: linear_all_reduce(x, weight, comm, residual=h),
+           note="falls back to product, sum, add" if as_called == ONE_PIECE else "", **kw)
     for split, blocks in cuts_for(m, comm.transport, args.quick, resident):
         if (split[0] == "resident" and not one_call) or not fits(n, 2, *split):
             continue
         if own:
             comm._handle.set_blocks(blocks)
-        h.zero_()
-        linear_all_reduce(x, weight, comm, split=split, residual=h)
-        good = bool(((h.float() - want).abs() <= 0.02 * (1 + want.abs())).all())
         t = me.time_or_none(lambda: linear_all_reduce(x, weight, comm, split=split, residual=h), **kw)
         if t is None:
             continue
+        comm.check()  # a lost communicator is fast and wrong
+        h.zero_()
+        linear_all_reduce(x, weight, comm, split=split, residual=h)
+        good = bool(((h.float() - want).abs() <= 0.02 * (1 + want.abs())).all())
         if split == ("resident", 1):
             turn = min(turn, t)
         found.append((t, split, blocks))
         label = f"{split[1]} pieces of {split[0]}" if split[0] != "resident" else f"{split[1]} pieces, one resident kernel"
-        me.known_row(label + (f", {blocks} blocks" if blocks not in (64, 16) else ""), "linear_all_reduce", shape, BF16, t, good,
+        me.known_row(label + (f", {blocks} blocks" if blocks != 64 else ""), "linear_all_reduce", shape, BF16, t, good,
                      f"hidden {100 * (turn - t) / shorter:.0f} % of the shorter part ({shorter:.1f} us) against {turn:.1f} us in turn")
-    if found and m in (256, 1024) and me.cuda:
+    if found and m in (64, 256, 1024) and me.cuda:
         best = min(me.gathered(min(found)))
         if own:
             comm._handle.set_blocks(best[2])
@@ -308,7 +312,7 @@ def verifies(me: Rank, args, comms: dict) -> None:
                 found["gathered"] = verify_tree(logits, tokens, parents, cu, prefix, active, left.clone(), sampling, vocab_size=vocab)
             shape = dict(W=me.world, N=nodes, V=vocab, law=law)
             nbytes = (me.world - 1) * nodes * shard * 2
-            me.row("all-gather + verify_tree", "verify_tree_sharded", shape, BF16, gathered, note=f"{nbytes} bytes in", chain=20)
+            me.row("all-gather + verify_tree", "verify_tree_sharded", shape, BF16, gathered, note=f"{nbytes} bytes in")
             for name, comm in comms.items():
                 words = []
 
@@ -327,7 +331,7 @@ def verifies(me: Rank, args, comms: dict) -> None:
                                    for f in ("out_tokens", "num_tokens_out", "next_root"))
                 sharded()
                 me.row(f"vocab-parallel over {name}", "verify_tree_sharded", shape, BF16, sharded, same,
-                       f"{(me.world - 1) * sum(words)} bytes in, {len(words)} gathers", chain=20)
+                       f"{(me.world - 1) * sum(words)} bytes in, {len(words)} gathers")
 
 
 def environment_for_ranks() -> dict:

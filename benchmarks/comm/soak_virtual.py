@@ -2,10 +2,10 @@
 
     python benchmarks/comm/soak_virtual.py CALLS [SEED [SECONDS]]       # at most so many seconds
 
-Calls run as CUDA graphs of CHAIN random calls each, replayed with new inputs every time (drawn inside the graph); a graph
-ends by comparing all its results with the sums in rank order. Each setting has its world size, transport, dtype, number of
-blocks and first epoch (near 2^31 and 2^32 too), each norm its number of blocks per row, and two such graphs that take turns on
-one communicator. In every second setting random ranks stall at random vectors for up to 30 us (the kernels with test hooks).
+Calls run as CUDA graphs of CHAIN random calls each, replayed with new inputs every time (drawn inside the graph); a graph ends by comparing
+all its results with the sums in rank order. Each setting has its world size, transport, dtype, number of blocks and first epoch (near 2^31
+and 2^32 too), each norm its number of blocks per row, and two such graphs that take turns on one communicator. In every second setting random
+ranks stall at random vectors for up to 10 us each (the kernels with test hooks).
 """
 
 import sys
@@ -18,8 +18,88 @@ from fastverify import Communicator, all_gather_small, all_reduce, all_reduce_rm
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_BYTES = 1 << 17
 CHAIN = 100
-STALL = 1
+STALL, MOST_STALL = 1, 10_000  # ns, of every vector from a random one on
+SETTINGS = 42
+ALIGN = 8  # elements: calls begin at whole vectors, their ends are ragged
 FORCED = (0, 0, 1, 2, 4, 1 << 9, 1 << 9 | 4)  # blocks that share a row of all_reduce_rms_norm; 2^9: not in registers
+
+
+class Packed:
+    """Tensors of many calls of one kind, each [W, *shape], in one buffer per role: one launch draws all inputs, W check all results."""
+
+    def __init__(self, world: int, shapes: list, dtype: torch.dtype, roles: int):
+        sizes = [torch.Size(s).numel() for s in shapes]
+        starts, total = [], 0
+        for n in sizes:
+            starts.append(total)
+            total += -(-world * n // ALIGN) * ALIGN
+        self.buffers = torch.zeros(roles, max(total, 1), dtype=dtype, device="cuda")
+        self.of = [[b[a:a + world * n].view(world, *s) for a, n, s in zip(starts, sizes, shapes)] for b in self.buffers]
+        # [W, elements]: where every rank's elements lie
+        at = [torch.arange(a, a + world * n, device="cuda").view(world, n) for a, n in zip(starts, sizes)]
+        self.index = torch.cat(at, 1).contiguous() if at else torch.zeros(world, 0, dtype=torch.int64, device="cuda")
+
+    def fold(self) -> torch.Tensor:
+        """The sums of the inputs (role 0) in rank order, fp32, rounded once."""
+        total = self.buffers[0].index_select(0, self.index[0]).float()
+        for i in self.index[1:]:
+            total += self.buffers[0].index_select(0, i).float()
+        return total.to(self.buffers.dtype)
+
+    def wrong(self, role: int, want: torch.Tensor) -> torch.Tensor:
+        """Elements of `role` that differ from `want` on some rank."""
+        return sum((self.buffers[role].index_select(0, i) != want).sum() for i in self.index)
+
+
+class Chain:
+    """CHAIN random calls on one communicator, their tensors, and the graph that draws inputs, calls and compares."""
+
+    def __init__(self, setting: "Setting"):
+        pick, world, dtype, comm = setting.pick, setting.world, setting.dtype, setting.comm
+        kinds = [pick(5) for _ in range(CHAIN)]
+        sums = Packed(world, [(setting.elements(),) for k in kinds if k > 1], dtype, roles=2)
+        shapes = []
+        for _ in range(kinds.count(1)):
+            hidden = 1 + pick(7168)
+            shapes.append((1 + pick(min(9, MAX_BYTES // (-(-hidden * dtype.itemsize // 16) * 16))), hidden))
+        norms = Packed(world, shapes, dtype, roles=3)
+        lengths = [1 + pick(3000) for _ in range(kinds.count(0))]
+        gathers = Packed(world, [(n,) for n in lengths], dtype, roles=1)
+        gathered = [torch.zeros(world, world, n, device="cuda", dtype=dtype) for n in lengths]
+        weight = torch.ones(7168, device="cuda", dtype=dtype)
+        limits, forced = [pick(2) * comm.max_bytes for _ in kinds], [FORCED[pick(len(FORCED))] for _ in kinds]
+        stalls = torch.zeros(CHAIN, world, 16, dtype=torch.int32, device="cuda")
+        self.keep = (sums, norms, gathers, gathered, weight, stalls)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for packed in (sums, norms, gathers):
+                packed.buffers[0].normal_()
+            norms.buffers[1].fill_(0.5)
+            if setting.stalls:
+                stalls[..., 0] = STALL
+                for word, most in ((1, world), (2, 2000), (3, MOST_STALL)):
+                    stalls[..., word].random_(0, most)
+            at = [0, 0, 0]
+            for call, kind in enumerate(kinds):
+                comm._handle.set_one_shot_bytes(limits[call])
+                comm._handle.set_forced(forced[call])
+                if setting.stalls:
+                    comm.hooks.copy_(stalls[call])
+                which = min(kind, 2)
+                i = at[which]
+                at[which] += 1
+                if kind == 0:
+                    all_gather_small(gathers.of[0][i], comm, gathered[i])
+                elif kind == 1:
+                    x, residual, out = (role[i] for role in norms.of)
+                    all_reduce_rms_norm(x, residual, weight[:x.shape[-1]], comm, out=out)
+                else:
+                    all_reduce(sums.of[0][i], comm, sums.of[1][i])
+            wrong = sums.wrong(1, sums.fold())
+            wrong += norms.wrong(1, (0.5 + norms.fold().float()).to(dtype)) + norms.wrong(2, norms.buffers[2].index_select(0, norms.index[0]))
+            for x, out in zip(gathers.of[0], gathered):
+                wrong += (out != x).sum()
+            setting.wrong += wrong
 
 
 class Setting:
@@ -34,64 +114,18 @@ class Setting:
         self.comm = Communicator.make_virtual(self.world, "cuda", MAX_BYTES, transport=transport, epoch=epoch,
                                               blocks=(1, 3, 8, 16)[pick(4)], hooks=self.stalls)
         self.wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        self.keep = []
-        self.graphs = [self.capture() for _ in range(2)]
+        self.chains = [Chain(self) for _ in range(2)]
 
     def elements(self) -> int:
-        most = MAX_BYTES // self.dtype.itemsize
+        most = MAX_BYTES // self.dtype.itemsize >> (2 if self.stalls else 0)
         if self.pick(3) == 0:  # around a boundary: a vector, a slice, a block
             return max(1, min(most, 8 * self.world * (1 + self.pick(64)) + self.pick(17) - 8))
         return 1 + self.pick(most >> self.pick(7))
 
-    def call(self) -> tuple:
-        """(run, inputs to fill, pairs of (got, want) to compare, each a function of nothing)."""
-        comm, w = self.comm, self.world
-        kind = self.pick(5)
-        if kind == 0:
-            x = torch.zeros(w, 1 + self.pick(3000), device="cuda", dtype=self.dtype)
-            out = torch.zeros(w, *x.shape, device="cuda", dtype=self.dtype)
-            return lambda: all_gather_small(x, comm, out), x, lambda: (out != x).sum()
-        if kind == 1:
-            hidden = 1 + self.pick(7168)
-            rows = max(1, min(9, MAX_BYTES // self.dtype.itemsize // hidden))
-            x = torch.zeros(w, rows, hidden, device="cuda", dtype=self.dtype)
-            residual, out, weight = torch.zeros_like(x), torch.zeros_like(x), torch.ones(hidden, device="cuda", dtype=self.dtype)
-
-            def run():
-                residual.fill_(0.5)
-                all_reduce_rms_norm(x, residual, weight, comm, out=out)
-            return run, x, lambda: (residual != (0.5 + fold(x).float()).to(self.dtype)).sum() + (out != out[:1]).sum()
-        x = torch.zeros(w, self.elements(), device="cuda", dtype=self.dtype)
-        out = torch.zeros_like(x)
-        return lambda: all_reduce(x, comm, out), x, lambda: (out != fold(x)).sum()
-
-    def capture(self) -> torch.cuda.CUDAGraph:
-        calls = [self.call() for _ in range(CHAIN)]
-        limits = [self.pick(2) * self.comm.max_bytes for _ in calls]
-        forced = [FORCED[self.pick(len(FORCED))] for _ in calls]
-        self.keep.append(calls)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _, x, _ in calls:
-                x.normal_()
-            for (run, _, _), limit, force in zip(calls, limits, forced):
-                self.comm._handle.set_one_shot_bytes(limit)
-                self.comm._handle.set_forced(force)
-                if self.stalls:
-                    self.comm.hooks[:, 0] = STALL
-                    self.comm.hooks[:, 1].random_(0, self.world)
-                    self.comm.hooks[:, 2].random_(0, 2000)
-                    self.comm.hooks[:, 3].random_(0, 30_000)
-                    self.comm.hooks[:, 4:].zero_()
-                run()
-            for _, _, wrong in calls:
-                self.wrong += wrong()
-        return graph
-
     def run(self, calls: int, until: float) -> int:
         """Makes `calls` calls, fewer if the time is over; how many."""
         for i in range(-(-calls // CHAIN)):
-            self.graphs[i % 2].replay()
+            self.chains[i % 2].graph.replay()
             if i % 20 == 19:
                 torch.cuda.synchronize()
                 if time.time() > until:
@@ -101,25 +135,18 @@ class Setting:
         return (i + 1) * CHAIN
 
 
-def fold(x: torch.Tensor) -> torch.Tensor:
-    parts = x.float()
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total.to(x.dtype)
-
-
 def main(calls: int, seed: int = 0, seconds: float = 1e9) -> int:
     generator = torch.Generator().manual_seed(seed)
     torch.cuda.manual_seed(seed)
-    settings, start, wrong, refused = 42, time.time(), 0, 0
+    start, wrong, refused = time.time(), 0, 0
     done = dict.fromkeys(("plain", "with stalls"), 0)
-    for number in range(settings):
-        setting = None
-        share = calls * 8 // (5 * settings)  # half of the settings make a quarter
+    for number in range(SETTINGS):
+        setting, begun = None, time.time()
+        share = calls * 8 // (5 * SETTINGS)  # half of the settings make a quarter
         try:
             setting = Setting(lambda n: int(torch.randint(0, n, (), generator=generator)), number)
-            made = setting.run(share if not setting.stalls else share // 4, start + seconds * (number + 1) / settings)
+            made_at = time.time()
+            made = setting.run(share if not setting.stalls else share // 4, start + seconds * (number + 1) / SETTINGS)
         except RuntimeError as error:
             if setting is not None:  # a wrong or lost call; what a launch refused is named and does not end the others
                 print(f"setting {number}: W = {setting.world}, {setting.dtype}, {setting.comm.transport}, stalls {setting.stalls}")
@@ -129,8 +156,10 @@ def main(calls: int, seed: int = 0, seconds: float = 1e9) -> int:
             continue
         done["with stalls" if setting.stalls else "plain"] += made
         wrong += int(setting.wrong)
+        print(f"setting {number}: W = {setting.world}, {setting.dtype}, {setting.comm.transport}, stalls {setting.stalls}: {made} calls, "
+              f"capture {made_at - begun:.2f} s, {(time.time() - made_at) / made * 1e6:.1f} us a call, wrong elements {int(setting.wrong)}", flush=True)
         del setting
-    print(f"{sum(done.values())} calls in {time.time() - start:.0f} s ({done}), wrong elements {wrong}" + (f", {refused} settings refused" if refused else ""))
+    print(f"{sum(done.values())} calls in {time.time() - start:.0f} s ({done}), seed {seed}, wrong elements {wrong}, {refused} settings refused")
     return int(wrong != 0 or refused != 0)
 
 

@@ -16,15 +16,15 @@ constexpr int kAtOnce = 4;  // loads of a thread on their way
 
 constexpr uint32_t kWarp = 0xffffffffu;
 constexpr uint32_t kPollsBeforeNap = 8;
+constexpr uint32_t kNap = 500;  // ns between two looks at what comes over the link
 
-// One lane of a warp asks until there() is true, the others wait for it: while a product takes its time, thousands of threads that ask
-// for themselves would fill the link (over a mailbox that cost milliseconds, docs/performance.md).
+// One lane of a warp asks until there() is true, the others wait for it.
 template <bool kHooks, class There>
-__device__ __forceinline__ void wait_as_one(Exchange<kHooks>& exchange, int asks, uint32_t pending, int stage, There there) {
+__device__ __forceinline__ void wait_as_one(Exchange<kHooks>& exchange, int asks, uint32_t pending, int stage, uint32_t nap, There there) {
     if (static_cast<int>(threadIdx.x % 32) == asks) {
         typename Exchange<kHooks>::Patience patience;
         while (!exchange.failed && !there()) {
-            if (patience.spins > kPollsBeforeNap) __nanosleep(200);
+            if (patience.spins > kPollsBeforeNap) __nanosleep(nap);
             exchange.wait_on(patience, pending, stage);
         }
     }
@@ -32,16 +32,32 @@ __device__ __forceinline__ void wait_as_one(Exchange<kHooks>& exchange, int asks
     __syncwarp();
 }
 
-template <class T>
-__device__ __forceinline__ uint4 add_vectors(uint4 a, uint4 b) {
-    constexpr int kN = Wire<T>::kElements;
-    float f[kN], g[kN];
-    Wire<T>::unpack(a, f);
-    Wire<T>::unpack(b, g);
-#pragma unroll
-    for (int k = 0; k < kN; ++k) f[k] += g[k];
-    return Wire<T>::pack(f);
-}
+// How far the receiving warps of a block may go: one of them, the watcher, asks for what comes last of a step, the others look at a word in
+// shared memory. While a product runs beside, a few hundred lanes that ask over the link for what is not there slow down every access to
+// memory, the product's too, a hundredfold (docs/performance.md).
+struct Gate {
+    static constexpr uint32_t kLost = 0xffffffffu;
+    volatile uint32_t* steps;  // that are there
+    uint32_t step = 0;         // of this warp
+
+    __device__ __forceinline__ void pass(bool watcher, bool& failed, uint32_t lane) {
+        ++step;
+        if (watcher) {
+            if (lane == 0) {
+                __threadfence_block();  // what the watcher has seen, the others see too
+                *steps = failed ? kLost : step;
+            }
+        } else {
+            if (lane == 0) {
+                while (*steps < step) spin_pause();
+                failed |= *steps == kLost;
+                __threadfence_block();
+            }
+            failed = __any_sync(kWarp, failed);
+        }
+        __syncwarp();
+    }
+};
 
 template <class T, int kRanks, bool kHooks>
 __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
@@ -67,31 +83,30 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
     exchange.wipe_old_tags();
     exchange.failed = __any_sync(kWarp, exchange.failed);  // the same in a warp from here on
     const int world = args.world, rank = exchange.rank;
-    const uint32_t others = ((1u << world) - 1) & ~(1u << rank);
+    const uint32_t all = (1u << world) - 1, others = all & ~(1u << rank);
+    Gate gate{reinterpret_cast<volatile uint32_t*>(dynamic_shared())};
+    const bool watcher = threadIdx.x / 32 == half / 32;
+    if (threadIdx.x == 0) *gate.steps = 0;
+    __syncthreads();
 
     // Vector i of a piece, `sum` of all ranks, to its place.
     auto put = [&](uint32_t piece, uint32_t i, const uint4 (&got)[kRanks]) {
-        constexpr int kN = Wire<T>::kElements;
-        float total[kN];
-#pragma unroll
-        for (int k = 0; k < kN; ++k) total[k] = -0.0f;  // -0 + x is x for every x, both zeros included
-#pragma unroll
-        for (int r = 0; r < kRanks; ++r) {
-            if (r >= world) continue;
-            float f[kN];
-            Wire<T>::unpack(got[r], f);
-#pragma unroll
-            for (int k = 0; k < kN; ++k) total[k] += f[k];
-        }
-        const uint4 sum = escape(Wire<T>::pack(total), Wire<T>::kNan);
+        const uint4 sum = escape(add_ranks<T, kRanks>(all, [&](int r) { return got[r]; }), Wire<T>::kNan);
         const uint32_t row = i / row_vectors, at = (row * pieces + piece) * row_vectors + (i - row * row_vectors);
         to[at] = add ? add_vectors<T>(to[at], sum) : sum;
     };
 
+    // Of what a block sends and receives in one step, from vector `base` on: the last.
+    auto last_of = [&](uint32_t base) {
+        uint32_t at = base;
+        for (int u = 1; u < kAtOnce && at + step < piece_vectors; ++u) at += step;
+        return (at + half < piece_vectors ? at + half : piece_vectors) - 1;
+    };
+
 #pragma unroll 1
     for (uint32_t piece = 0, begin = 0; piece < pieces; ++piece, begin += piece_vectors) {
-        if (ready != nullptr) {  // is then the number of this call
-            wait_as_one(exchange, 0, 1u << rank, 3, [&] { return ld_acquire(ready + piece) == exchange.epoch; });
+        if (ready != nullptr && (sends || watcher)) {  // is then the number of this call
+            wait_as_one(exchange, 0, 1u << rank, 3, 200, [&] { return ld_acquire(ready + piece) == exchange.epoch; });
         }
         if (sends) {
 #pragma unroll 1
@@ -113,7 +128,10 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
         } else if constexpr (kRanks == 2) {  // one peer: several vectors on their way
             uint8_t* slot = exchange.vector_at(rank, exchange.inbox + (1 - rank) * args.stride + begin);
 #pragma unroll 1
-            for (uint32_t i = first; i - lane < piece_vectors; i += kAtOnce * step) {  // whole warps
+            for (uint32_t base = blockIdx.x * half; base < piece_vectors; base += kAtOnce * step) {
+                const uint32_t i = base + threadIdx.x - half;
+                if (watcher) wait_as_one(exchange, 0, others, 0, kNap, [&] { return has_arrived(ld_relaxed_sys_16(slot + uint64_t{last_of(base)} * 16)); });
+                gate.pass(watcher, exchange.failed, lane);
                 uint4 own[kAtOnce], other[kAtOnce];
                 uint32_t wanted = 0;
 #pragma unroll
@@ -135,7 +153,7 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
                     const uint32_t late = __ballot_sync(kWarp, pending != 0);
                     if (late == 0 || exchange.failed) break;
                     const uint64_t last = i + static_cast<uint32_t>(31 - __clz(static_cast<int>(pending | 1))) * step;  // sent last
-                    wait_as_one(exchange, 31 - __clz(static_cast<int>(late)), others, 0,
+                    wait_as_one(exchange, 31 - __clz(static_cast<int>(late)), others, 0, kNap,
                                 [&] { return has_arrived(ld_relaxed_sys_16(slot + last * 16)); });
                 }
 #pragma unroll
@@ -148,22 +166,27 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
                 }
             }
         } else {
-            if (first - lane < piece_vectors) {
-                for (int r = 0; r < world; ++r) {
-                    const uint8_t* slot = exchange.vector_at(rank, exchange.inbox + r * args.stride + begin + first - lane);
-                    if (r != rank) wait_as_one(exchange, 0, 1u << r, 0, [&] { return has_arrived(ld_relaxed_sys_16(slot)); });
-                }
-            }
 #pragma unroll 1
-            for (uint32_t i = first; i < piece_vectors; i += step) {
-                uint4 got[kRanks];
-                const uint4 own = escape(from[begin + i], Wire<T>::kNan);
-                exchange.take(others, 0, begin + i, got);
-#pragma unroll
-                for (int r = 0; r < kRanks; ++r) {
-                    if (r == rank) got[r] = exchange.failed ? empty_vector() : own;
+            for (uint32_t base = blockIdx.x * half; base < piece_vectors; base += kAtOnce * step) {
+                if (watcher) {
+                    for (int r = 0; r < world; ++r) {
+                        const uint8_t* slot = exchange.vector_at(rank, exchange.inbox + r * args.stride + begin + last_of(base));
+                        if (r != rank) wait_as_one(exchange, 0, 1u << r, 0, kNap, [&] { return has_arrived(ld_relaxed_sys_16(slot)); });
+                    }
                 }
-                put(piece, i, got);
+                gate.pass(watcher, exchange.failed, lane);
+#pragma unroll 1
+                for (uint32_t i = base + threadIdx.x - half; i < piece_vectors && i < base + kAtOnce * step; i += step) {
+                    uint4 got[kRanks];
+                    const uint4 own = escape(from[begin + i], Wire<T>::kNan);
+                    exchange.take(others, 0, begin + i, got);
+#pragma unroll
+                    for (int r = 0; r < kRanks; ++r) {
+                        if (r == rank) got[r] = exchange.failed ? empty_vector() : own;
+                    }
+                    put(piece, i, got);
+                }
+                exchange.failed = __any_sync(kWarp, exchange.failed);
             }
         }
     }
@@ -177,7 +200,7 @@ void run(const Launch& launch, const fv_comm& c, const Tensor& x, const Tensor& 
     const CommChoice choice = choose_columns(s.pieces * s.rows * row_vectors, most_comm_blocks(c, launch.props.sms));
     auto kernel = comm_has_hooks(c) ? &all_reduce_columns_kernel<T, kMaxRanks, true>
                 : c.world == 2 ? &all_reduce_columns_kernel<T, 2, false> : &all_reduce_columns_kernel<T, kMaxRanks, false>;
-    launch_comm(launch, c, kernel, choice, 0, 0, args, cptr<T>(x), mptr<T>(out), reinterpret_cast<const uint32_t*>(cptr<int32_t>(ready)),
+    launch_comm(launch, c, kernel, choice, 0, 16, args, cptr<T>(x), mptr<T>(out), reinterpret_cast<const uint32_t*>(cptr<int32_t>(ready)),
                 static_cast<uint32_t>(s.pieces), static_cast<uint32_t>(s.rows), static_cast<uint32_t>(row_vectors), add);
 }
 

@@ -28,17 +28,12 @@ struct RowMemory {
 template <class T, int kRanks, bool kHooks>
 __global__ void __launch_bounds__(most_row_threads(kRanks), 1) all_reduce_rms_norm_kernel(
     const __grid_constant__ CommArgs args, const __grid_constant__ RowNorm<T> call) {
-    const int local = blockIdx.y;
-    if (static_cast<int>(blockIdx.x) >= call.work_blocks) {
-        wait_for_previous_launch();  // `done` of the call before is written
-        allow_next_launch();
-        return call.pull_weights(args.first.state + local * args.state_step + kDone);
-    }
-    const int cluster = 1 << call.cluster_log2, lane = threadIdx.x & 31, rows = call.rows, hidden = call.hidden;
-    const int team = blockIdx.x >> call.cluster_log2, teams = call.work_blocks >> call.cluster_log2;
+    if (call.only_pulls_weights(args)) return;
+    const int local = blockIdx.y, cluster = call.cluster(), lane = threadIdx.x & 31, rows = call.rows, hidden = call.hidden;
+    const int team = call.team(), teams = call.work_blocks >> call.cluster_log2;
     const Vectors<const T> weights(call.weight, hidden);
     const uint32_t vectors = weights.count(), step = cluster * blockDim.x;
-    const uint32_t mine = (blockIdx.x & (cluster - 1)) * blockDim.x + threadIdx.x;  // this thread's first vector of every row
+    const uint32_t mine = call.first_vector();  // this thread's first vector of every row
     const RowSums sums(dynamic_shared(), vectors, cluster, mine);
     sums.begin();
     uint4* const row_vectors = reinterpret_cast<uint4*>(dynamic_shared() + RowSums::bytes(sums.runs)) + threadIdx.x;
@@ -111,7 +106,7 @@ __global__ void __launch_bounds__(most_row_threads(kRanks), 1) all_reduce_rms_no
             row_out.store(j, normalized<T>(*keep, j == mine ? early_weight : weights.load(j), scale));
         }
     }
-    if (call.ranges > 0 && blockIdx.x == 0 && threadIdx.x == 0) exchange.state[kDone] = exchange.epoch;
+    call.stop_prefetch(exchange);
 }
 
 template <class T>

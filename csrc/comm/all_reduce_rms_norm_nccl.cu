@@ -2,7 +2,7 @@
 // Residual add and RMSNorm of rows whose sum over ranks NCCL has put into `out`. One block per row; the sum of squares is
 // taken in an order that depends on H alone.
 #include "comm/add_rms_norm.h"
-#include "comm/wire.cuh"
+#include "comm/row_norm.cuh"
 #include "common/warp.cuh"
 
 namespace fv {
@@ -23,26 +23,13 @@ __global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(
     const int64_t vectors = (hidden + kN - 1) / kN;
     float squares = 0.0f;
     for (int64_t j = threadIdx.x; j < vectors; j += kThreads) {
-        float sum[kN], r[kN];
-        Wire<T>::unpack(load_vector(out, j, hidden), sum);
-        Wire<T>::unpack(load_vector(residual, j, hidden), r);
-#pragma unroll
-        for (int k = 0; k < kN; ++k) r[k] += sum[k];
-        const uint4 rounded = Wire<T>::pack(r);
-        store_vector(residual, j, hidden, rounded);
-        Wire<T>::unpack(rounded, r);
-#pragma unroll
-        for (int k = 0; k < kN; ++k) squares += j * kN + k < hidden ? r[k] * r[k] : 0.0f;
+        const uint4 rounded = add_residual<T>(load_vector(out, j, hidden), load_vector(residual, j, hidden), squares);
+        store_vector(residual, j, hidden, rounded);  // behind the end of a row: zeros
     }
     squares = block_reduce(squares, [](float a, float b) { return a + b; }, sums);
     const float scale = 1.0f / __fsqrt_rn(squares / static_cast<float>(hidden) + eps);
     for (int64_t j = threadIdx.x; j < vectors; j += kThreads) {  // each thread reads back what it wrote
-        float r[kN], w[kN];
-        Wire<T>::unpack(load_vector(residual, j, hidden), r);
-        Wire<T>::unpack(load_vector(weight, j, hidden), w);
-#pragma unroll
-        for (int k = 0; k < kN; ++k) r[k] = r[k] * scale * w[k];
-        store_vector(out, j, hidden, Wire<T>::pack(r));
+        store_vector(out, j, hidden, normalized<T>(load_vector(residual, j, hidden), load_vector(weight, j, hidden), scale));
     }
 }
 

@@ -12,17 +12,12 @@ namespace {
 template <class T, int kRanks>
 __global__ void __launch_bounds__(most_register_threads(kRanks), 1) all_reduce_rms_norm_row_kernel(
     const __grid_constant__ CommArgs args, const __grid_constant__ RowNorm<T> call) {
-    const int local = blockIdx.y;
-    if (static_cast<int>(blockIdx.x) >= call.work_blocks) {
-        wait_for_previous_launch();  // `done` of the call before is written
-        allow_next_launch();
-        return call.pull_weights(args.first.state + local * args.state_step + kDone);
-    }
-    const int cluster = 1 << call.cluster_log2, row = blockIdx.x >> call.cluster_log2;
-    const uint32_t j = (blockIdx.x & (cluster - 1)) * blockDim.x + threadIdx.x;
+    if (call.only_pulls_weights(args)) return;
+    const int local = blockIdx.y, row = call.team();
+    const uint32_t j = call.first_vector();
     const Vectors<const T> weight(call.weight, call.hidden);
     const bool has = j < weight.count();
-    const RowSums sums(dynamic_shared(), weight.count(), cluster, j);
+    const RowSums sums(dynamic_shared(), weight.count(), call.cluster(), j);
     sums.begin();
     const uint4 zero = make_uint4(0, 0, 0, 0);
     const uint4 scales = has ? weight.load(j) : zero;  // nobody's output, so before the wait
@@ -49,7 +44,7 @@ __global__ void __launch_bounds__(most_register_threads(kRanks), 1) all_reduce_r
     sums.wait(0, 0);
     const float scale = sums.scale(0, call.inverse_hidden, call.eps);
     if (has) Vectors<T>(call.out + offset, call.hidden).store(j, normalized<T>(v, scales, scale));
-    if (call.ranges > 0 && blockIdx.x == 0 && threadIdx.x == 0) exchange.state[kDone] = exchange.epoch;
+    call.stop_prefetch(exchange);
 }
 
 }  // namespace

@@ -80,30 +80,13 @@ private:
         }
     }
     __device__ __forceinline__ uint4 add(uint32_t members, int region, uint32_t i, uint4 own) {
-        constexpr int kN = Wire<T>::kElements;
         uint4 got[kRanks];
         exchange.take(members & ~(1u << exchange.rank), region, i, got);
-        float total[kN];
-#pragma unroll
-        for (int k = 0; k < kN; ++k) total[k] = -0.0f;  // -0 + x is x for every x, both zeros included
-#pragma unroll
-        for (int r = 0; r < kRanks; ++r) {
-            if (!(members >> r & 1)) continue;
-            float f[kN];
-            Wire<T>::unpack(r == exchange.rank ? own : got[r], f);
-#pragma unroll
-            for (int k = 0; k < kN; ++k) total[k] += f[k];
-        }
-        return escape(Wire<T>::pack(total), Wire<T>::kNan);
+        const uint4 total = add_ranks<T, kRanks>(members, [&](int r) { return r == exchange.rank ? own : got[r]; });
+        return escape(total, Wire<T>::kNan);
     }
     static __device__ __forceinline__ uint4 two(uint4 a, uint4 b) {
-        constexpr int kN = Wire<T>::kElements;
-        float f[kN], g[kN];
-        Wire<T>::unpack(a, f);
-        Wire<T>::unpack(b, g);
-#pragma unroll
-        for (int k = 0; k < kN; ++k) f[k] += g[k];
-        return escape(Wire<T>::pack(f), Wire<T>::kNan);
+        return escape(add_vectors<T>(a, b), Wire<T>::kNan);
     }
 };
 

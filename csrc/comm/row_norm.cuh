@@ -3,6 +3,7 @@
 // the norm, and blocks that pull weights into L2.
 #pragma once
 #include "comm/comm_choice.h"
+#include "comm/protocol.cuh"
 #include "comm/wire.cuh"
 #include "common/ptx.cuh"
 #include "common/warp.cuh"
@@ -125,12 +126,8 @@ public:
 template <class T>
 __device__ __forceinline__ uint4 add_residual(uint4 total, uint4 residual, float& squares) {
     constexpr int kN = Wire<T>::kElements;
-    float f[kN], r[kN];
-    Wire<T>::unpack(total, f);
-    Wire<T>::unpack(residual, r);
-#pragma unroll
-    for (int k = 0; k < kN; ++k) r[k] += f[k];
-    const uint4 rounded = Wire<T>::pack(r);
+    const uint4 rounded = add_vectors<T>(residual, total);
+    float r[kN];
     Wire<T>::unpack(rounded, r);
 #pragma unroll
     for (int k = 0; k < kN; ++k) squares += r[k] * r[k];
@@ -160,11 +157,25 @@ struct RowNorm {
     float inverse_hidden, eps;
     int work_blocks, cluster_log2;  // blocks [work_blocks, gridDim.x) prefetch
 
-    // What they do.
-    __device__ __forceinline__ void pull_weights(const uint32_t* done) const {
+    // Blocks that only prefetch do it here, and are then done.
+    __device__ __forceinline__ bool only_pulls_weights(const CommArgs& args) const {
+        if (static_cast<int>(blockIdx.x) < work_blocks) return false;
+        wait_for_previous_launch();  // `done` of the call before is written
+        allow_next_launch();
         const int64_t threads = static_cast<int64_t>(gridDim.x - work_blocks) * blockDim.x;
-        prefetch_ranges(prefetch, ranges, static_cast<int64_t>(blockIdx.x - work_blocks) * blockDim.x + threadIdx.x, threads, done);
+        prefetch_ranges(prefetch, ranges, static_cast<int64_t>(blockIdx.x - work_blocks) * blockDim.x + threadIdx.x, threads,
+                        args.first.state + static_cast<int>(blockIdx.y) * args.state_step + kDone);
+        return true;
     }
+    // By all that worked: tells them to stop.
+    template <class Exchange>
+    __device__ __forceinline__ void stop_prefetch(const Exchange& exchange) const {
+        if (ranges > 0 && blockIdx.x == 0 && threadIdx.x == 0) exchange.state[kDone] = exchange.epoch;
+    }
+    // Of a block that works: its place among those that share a row, and the first row that they have.
+    __device__ __forceinline__ int cluster() const { return 1 << cluster_log2; }
+    __device__ __forceinline__ int team() const { return blockIdx.x >> cluster_log2; }
+    __device__ __forceinline__ uint32_t first_vector() const { return (blockIdx.x & (cluster() - 1)) * blockDim.x + threadIdx.x; }
 };
 
 }  // namespace fv

@@ -65,6 +65,35 @@ struct Wire<float> {
     }
 };
 
+// a + b, rounded once.
+template <class T>
+__device__ __forceinline__ uint4 add_vectors(uint4 a, uint4 b) {
+    constexpr int kN = Wire<T>::kElements;
+    float f[kN], g[kN];
+    Wire<T>::unpack(a, f);
+    Wire<T>::unpack(b, g);
+#pragma unroll
+    for (int k = 0; k < kN; ++k) f[k] += g[k];
+    return Wire<T>::pack(f);
+}
+// The sum of of(r) for the ranks r < kRanks in `members` (bits), in rank order in fp32, rounded once.
+template <class T, int kRanks, class Of>
+__device__ __forceinline__ uint4 add_ranks(uint32_t members, Of of) {
+    constexpr int kN = Wire<T>::kElements;
+    float total[kN];
+#pragma unroll
+    for (int k = 0; k < kN; ++k) total[k] = -0.0f;  // -0 + x is x for every x, both zeros included
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r) {
+        if (!(members >> r & 1)) continue;
+        float f[kN];
+        Wire<T>::unpack(of(r), f);
+#pragma unroll
+        for (int k = 0; k < kN; ++k) total[k] += f[k];
+    }
+    return Wire<T>::pack(total);
+}
+
 // 1 / sqrt(x), rounded to nearest.
 __device__ __forceinline__ float rsqrt_rn(float x) {
 #ifdef FV_EMULATE

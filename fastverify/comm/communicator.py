@@ -19,7 +19,7 @@ OVERLAP_ROWS = {"gathered": 256, "host": 1024, "peer": 1024, "nccl": 1 << 30}
 BLOCKS = 64  # at most, per rank: enough to fill a link, few enough to be resident beside anything else
 FP8_BYTES = 64 << 10     # wire="fp8": up to here coding costs what it saves (docs/performance.md)
 ISLAND_BYTES = 32 << 10  # islands=True: up to here a third hop costs what the link between saves
-MOST_PIECES = 8  # of an all_reduce_columns that waits for them
+MOST_PIECES = 32  # of an all_reduce_columns that waits for them
 _MISSING_MASK, _STATUS_WORDS = 5, 8
 _FAILURE, _FAILED_RANK, _FAILED_EPOCH, _FAILED_STAGE = 0, 1, 3, 4
 BACKENDS = ("auto", "peer", "host", "nccl")
@@ -88,7 +88,7 @@ class Communicator:
             torch.zeros(1, device=self.device)  # the context that the control plane uses
             self.state = call_state(1, self.device)
             self.status = torch.zeros(1, _STATUS_WORDS, dtype=torch.int32, pin_memory=True)
-            self.ready = torch.zeros(MOST_PIECES, dtype=torch.int32, device=self.device)
+            self.ready, self._no_pieces = torch.zeros(2, MOST_PIECES, dtype=torch.int32, device=self.device).unbind()
             transport, slabs, self.reason = self._connect(backend, max_bytes)
             if transport == "nccl" or nccl is not None or (backend == "auto" and not deterministic):
                 self._open_nccl(nccl, deadline, blocks, needed=transport == "nccl" or nccl is not None)
@@ -190,7 +190,7 @@ class Communicator:
         self.slabs[:, control.SLAB_HEADER:control.gather_offset(world, max_bytes)] = 0xFF
         self.state = call_state(world, "cpu" if emulated else self.device, epoch)
         self.status = torch.zeros(world, _STATUS_WORDS, dtype=torch.int32, pin_memory=not emulated)
-        self.ready = torch.zeros(MOST_PIECES, dtype=torch.int32, device=self.state.device)
+        self.ready, self._no_pieces = torch.zeros(2, MOST_PIECES, dtype=torch.int32, device=self.state.device).unbind()
         self.hooks = torch.zeros(world, 16, dtype=torch.int32, device=self.state.device) if hooks else None
         bases = [self.slabs[r].data_ptr() for r in range(world)]
         ranks = [(bases, self.state[r].data_ptr(), self.status[r].data_ptr(), self.hooks[r].data_ptr() if hooks else 0)
@@ -249,11 +249,11 @@ class Communicator:
             self._side = torch.cuda.Stream(self.device, priority=-1)
         return self._side
 
-    def mark(self, piece: int) -> None:
-        """What was put on the current stream before is piece `piece` of the all_reduce_columns that waits for it (or will): one tiny
-        launch that writes the number of that call."""
+    def mark(self, piece: int, count: int = 1) -> None:
+        """What was put on the current stream before is pieces [piece, piece + count) of the all_reduce_columns that waits for them (or
+        will): one tiny launch that writes the number of that call."""
         if not self.gathers:
-            torch.add(self.state[0, :1], 0, out=self.ready[piece:piece + 1])
+            torch.add(self._no_pieces[:count], self.state[0, :1], out=self.ready[piece:piece + count])
 
     def move_stream(self) -> None:
         """The next call may be on another stream; the caller has made sure that the old one is idle."""

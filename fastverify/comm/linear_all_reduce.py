@@ -124,17 +124,20 @@ def _by_columns(x, weight, comm, bias, widths: list, residual) -> torch.Tensor:
 
 
 def _resident(x, weight, comm, bias, pieces: int, residual) -> torch.Tensor:
-    """One kernel for all sums, launched before the products: it sends a piece as soon as its product has ended."""
+    """One kernel for all sums, launched before the products (product_groups): it sends a piece as soon as its product has ended."""
     rows, n = x.shape[0], weight.shape[0]
     width = n // pieces
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device) if residual is None else residual
     parts = torch.empty(pieces, rows, width, dtype=x.dtype, device=x.device)
 
     def products() -> None:
-        for p in range(pieces):
-            columns = slice(p * width, (p + 1) * width)
-            product(x, weight[columns], None if bias is None else bias[columns], parts[p])
-            comm.mark(p)
+        first = 0
+        for count in product_groups(pieces):
+            end = first + count
+            columns = slice(first * width, end * width)
+            product(x, weight[columns], None if bias is None else bias[columns], parts[first:end])
+            comm.mark(first, count)
+            first = end
 
     def sums() -> None:
         all_reduce_columns(parts, comm, out, ready=True, add=residual is not None)
@@ -155,12 +158,30 @@ def _resident(x, weight, comm, bias, pieces: int, residual) -> torch.Tensor:
     return out
 
 
+def product_groups(pieces: int) -> list:
+    """Pieces that one product makes: 1, 1, 2, 4, ..., the last what is left. The wire waits for the first only, and larger products are
+    faster per piece. Pure."""
+    counts, left = [], pieces
+    while left:
+        counts.append(min(left, max(1, sum(counts))))
+        left -= counts[-1]
+    return counts
+
+
 def product(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], out: torch.Tensor) -> None:
-    """out = x @ weight.T (+ bias)."""
+    """x [R, K] @ weight.T [K, pieces * width] (+ bias) -> out [pieces, R, width], one launch."""
+    pieces, rows, width = out.shape
+    if pieces == 1:
+        if bias is None:
+            torch.mm(x, weight.t(), out=out[0])
+        else:
+            torch.addmm(bias, x, weight.t(), out=out[0])
+        return
+    xs, ws = x.expand(pieces, *x.shape), weight.view(pieces, width, -1).transpose(1, 2)
     if bias is None:
-        torch.mm(x, weight.t(), out=out)
+        torch.bmm(xs, ws, out=out)
     else:
-        torch.addmm(bias, x, weight.t(), out=out)
+        torch.baddbmm(bias.view(pieces, 1, width), xs, ws, out=out)
 
 
 def overlapped(parts: list, sums: list, comm, then=None) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from cli_fixtures import cli  # noqa: F401
 from cli_run import PAIR, environment
+from ports import free_port
 
 from fastverify import load_draft, load_target
 from fastverify.cli import ranks
@@ -20,9 +20,7 @@ PROMPTS = [[3, 4, 5], [9, 8], [9, 8, 7, 100], [50, 60, 70]]
 
 
 def start(folder, world: int, *flags: str) -> list:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     base = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "fastverify", "probe", *PAIR, "--prompts", str(folder / "ids.jsonl"), "--max-new-tokens", "16",
                "--ignore-eos", *flags]

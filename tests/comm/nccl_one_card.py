@@ -9,13 +9,15 @@ part failed.
 
 import sys
 import time
+from pathlib import Path
 
-import test_nccl
-import test_real_ranks
-import torch
-from rank_pool import spawn
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/, as pytest has it
+import test_nccl  # noqa: E402
+import test_real_ranks  # noqa: E402
+import torch  # noqa: E402
+from rank_pool import spawn  # noqa: E402
 
-from fastverify import Communicator, all_reduce, all_reduce_rms_norm
+from fastverify import Communicator, all_reduce, all_reduce_rms_norm  # noqa: E402
 
 
 def times(rank, world, device) -> None:

@@ -3,22 +3,16 @@ starts of torch and CUDA."""
 
 import atexit
 import os
-import socket
 import traceback
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ports import free_port
 
 SECONDS = 120  # of one body
 _pools: dict = {}
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def spawn(body, *args, world: int = 2) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from comm_cases import fold
+from ports import free_port
 
 from fastverify import Communicator, CommunicatorError, all_gather_small, all_reduce, all_reduce_rms_norm
 
@@ -75,12 +75,6 @@ def _setup(rank: int, world: int, port: int) -> torch.device:
     return device
 
 
-def _port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def _agree(rank: int, world: int, port: int, transport: str) -> None:
     device = _setup(rank, world, port)
     with Communicator(device=device, backend=transport, max_bytes=1 << 18) as comm:
@@ -102,7 +96,7 @@ def _agree(rank: int, world: int, port: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["peer", "host", "auto"])
 def test_processes_agree(transport):
     """Two processes; on one GPU they take turns in time slices, so this is slow there without MPS, but right."""
-    mp.spawn(_agree, (2, _port(), transport), nprocs=2)
+    mp.spawn(_agree, (2, free_port(), transport), nprocs=2)
 
 
 def _rejoin(rank: int, world: int, port: int, transport: str) -> None:
@@ -178,9 +172,17 @@ def _ranks() -> int:
     return 3 if torch.cuda.device_count() in (0, 1) else min(3, torch.cuda.device_count())
 
 
+def _end(ranks: list) -> None:
+    for p in ranks:
+        p.kill()
+        p.join(10)
+    names = tuple(f"fastverify-{p.pid}-" for p in ranks)
+    assert not [n for n in os.listdir("/dev/shm") if n.startswith(names)], "no mailbox is left behind"
+
+
 def _survivors(target, world: int, arguments: tuple, then=None) -> None:
     context = mp.get_context("spawn")
-    ports = (_port(), _port())
+    ports = (free_port(), free_port())
     ranks = [context.Process(target=target, args=(r, world, ports, *arguments)) for r in range(world)]
     for p in ranks:
         p.start()
@@ -191,11 +193,7 @@ def _survivors(target, world: int, arguments: tuple, then=None) -> None:
             p.join(90)
             assert p.exitcode == 7
     finally:
-        for p in ranks:
-            p.kill()
-            p.join(10)
-    names = tuple(f"fastverify-{p.pid}-" for p in ranks)
-    assert not [n for n in os.listdir("/dev/shm") if n.startswith(names)], "no mailbox is left behind"
+        _end(ranks)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -259,7 +257,7 @@ def _take_its_place(port: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["peer", "host"])
 def test_a_peer_killed_inside_its_kernel(transport, two_hops):
     """The other rank gets an exception within the deadline; with a new process in the lost one's place a new communicator works."""
-    context, ports = mp.get_context("spawn"), (_port(), _port())
+    context, ports = mp.get_context("spawn"), (free_port(), free_port())
     inside, killed = context.Event(), context.Event()
     ranks = [context.Process(target=_wait_in_the_kernel, args=(r, 2, ports, transport, two_hops, inside, killed)) for r in range(2)]
     for p in ranks:
@@ -276,8 +274,4 @@ def test_a_peer_killed_inside_its_kernel(transport, two_hops):
             p.join(60)
             assert p.exitcode == 7
     finally:
-        for p in ranks:
-            p.kill()
-            p.join(10)
-    names = tuple(f"fastverify-{p.pid}-" for p in ranks)
-    assert not [n for n in os.listdir("/dev/shm") if n.startswith(names)], "no mailbox is left behind"
+        _end(ranks)

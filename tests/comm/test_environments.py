@@ -3,12 +3,12 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from fastverify import _ops
 from fastverify.comm.topology import _control
@@ -36,9 +36,7 @@ def test_a_mailbox_of_another_namespace_is_an_error_in_words():
 
 def ranks(backend: str, what: str, env: tuple = ({}, {}), wrap: tuple = ("", "")) -> list:
     """What each of two ranks says. env, wrap: per rank; wrap is a shell prefix that ends in `exec "$@"`."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
+    port = str(free_port())
     started = []
     for r in range(2):
         command = [sys.executable, str(Path(__file__).with_name("rank_main.py")), str(r), "2", port, backend, what]
@@ -81,10 +79,11 @@ def test_visible_devices(first, second, transport):
 
 @pytest.mark.gpu
 def test_one_card_by_two_names():
-    """Both ranks on one GPU, which one of them knows by its number and the other by its UUID."""
+    """Both ranks on one GPU, which one of them knows by its number (or as this process was told) and the other by its UUID."""
     import torch
+    number = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    said = ranks("auto", "first-device", (dict(CUDA_VISIBLE_DEVICES="0"), dict(CUDA_VISIBLE_DEVICES=uuid)))
+    said = ranks("auto", "first-device", (dict(CUDA_VISIBLE_DEVICES=number), dict(CUDA_VISIBLE_DEVICES=uuid)))
     assert [s.get("right") for s in said] == [True, True] and len({s["uuid"] for s in said}) == 1, said
 
 

@@ -1,7 +1,6 @@
 """The CPU back end: the same calls over gloo, 2 and 3 processes; bad groups; a rank that leaves."""
 
 import os
-import socket
 from datetime import timedelta
 
 import pytest
@@ -9,15 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from comm_cases import fold
+from ports import free_port
 
 from fastverify import (Communicator, CommunicatorError, all_gather_small, all_reduce, all_reduce_rms_norm,
                         linear_all_reduce)
-
-
-def _port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def _join(rank: int, world: int, port: int, seconds: float = 60) -> None:
@@ -84,7 +78,7 @@ def _calls(rank: int, world: int, port: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_calls(world):
-    mp.spawn(_calls, (world, _port()), nprocs=world)
+    mp.spawn(_calls, (world, free_port()), nprocs=world)
 
 
 def _leave(rank: int, world: int, port: int) -> None:
@@ -99,7 +93,7 @@ def _leave(rank: int, world: int, port: int) -> None:
 
 
 def test_a_rank_that_leaves_is_an_error():
-    mp.spawn(_leave, (2, _port()), nprocs=2)
+    mp.spawn(_leave, (2, free_port()), nprocs=2)
 
 
 def test_without_a_group():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastverify.comm.linear_all_reduce import ONE_PIECE, column_widths, cut, overlaps, split_for
+from fastverify.comm.linear_all_reduce import ONE_PIECE, column_widths, cut, overlaps, product, product_groups, split_for
 
 
 @pytest.mark.parametrize("rows, n, expected", [
@@ -59,3 +59,18 @@ def test_widths_of_pieces(n, kind, pieces, widths):
 def test_splits_that_do_not_fit(split):
     with pytest.raises(ValueError, match="split must be .* Fix: "):
         cut(16, torch.zeros(64, 8), comm(1 << 62), split)
+
+
+@pytest.mark.parametrize("pieces, groups", [(1, [1]), (2, [1, 1]), (4, [1, 1, 2]), (7, [1, 1, 2, 3]), (8, [1, 1, 2, 4]), (16, [1, 1, 2, 4, 8])])
+def test_products_of_a_resident_sum_grow(pieces, groups):
+    assert product_groups(pieces) == groups
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_product_of_several_pieces(rng, pieces, with_bias):
+    x, w = torch.randn(5, 16, generator=rng), torch.randn(pieces * 8, 16, generator=rng)
+    bias, out = torch.randn(pieces * 8, generator=rng) if with_bias else None, torch.empty(pieces, 5, 8)
+    product(x, w, bias, out)
+    want = torch.nn.functional.linear(x, w, bias)
+    assert torch.allclose(out.transpose(0, 1).flatten(1), want, atol=1e-5)

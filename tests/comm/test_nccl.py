@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from comm_cases import fold
+from ports import free_port
 from rank_pool import spawn
 
 from fastverify import Communicator, CommunicatorError, _ops, all_gather_small, all_reduce, all_reduce_rms_norm, linear_all_reduce
@@ -192,9 +192,7 @@ def _lost(rank, world, device) -> None:
 @pytest.mark.gpu2
 def test_a_lost_peer_is_aborted_without_a_hang():
     context = mp.get_context("spawn")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     ranks = [context.Process(target=_join, args=(r, 2, port, _lost, ())) for r in range(2)]
     for p in ranks:
         p.start()

@@ -68,6 +68,7 @@ RULES = (
          "fastverify generate --target {demo} --tree tree-20 --temperature 0.8 --seed 1 --max-new-tokens 16 < {work}/prompt.txt", model=True),
     Rule(r"fastverify evaluate --prompts FILE\.jsonl", "fastverify evaluate {pair} --prompts {ids} --limit 2 --max-new-tokens 16 --ignore-eos",
          quick=True),
+    Rule(r"fastverify inspect DRAFT", "fastverify inspect {draft}", quick=True),
     Rule(r"fastverify inspect DRAFT --target MODEL", "fastverify inspect {draft} --target {target}", quick=True),
     Rule(r"fastverify inspect (DIR|DRAFT) --target MODEL --probe", "fastverify inspect {shipped} --target {demo} --probe", model=True),
     Rule(r"fastverify remap DRAFT --like DRAFT2 --target MODEL --out DIR",

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Callable
@@ -10,6 +9,7 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ports import free_port
 
 from fastverify import Communicator, load_draft, load_target
 from fastverify.models.parallel import shard
@@ -35,9 +35,7 @@ def _rank(rank: int, world: int, port: int, out: str, decode: Callable, overlap_
 
 def texts_of_ranks(decode: Callable, world: int, out: Path, overlap_rows: int = 0) -> list:
     """decode(target, draft) of every rank; `overlap_rows`: the linears' overlapped form from that many rows on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     mp.spawn(_rank, (world, port, str(out), decode, overlap_rows), nprocs=world)
     return [json.loads((out / f"{r}.json").read_text()) for r in range(world)]
 
