@@ -256,7 +256,7 @@ constexpr int kMaxStages = 6;
 
 // Whether blocks form clusters: only where the page tables hold so few positions that the merge is most of a launch. Of longer
 // sequences a grid of clusters reads more slowly: a GPU takes fewer blocks in clusters than alone.
-constexpr int64_t kClusterPositions = 4096;
+constexpr int64_t kClusterPositions = 2048;
 FV_HD constexpr bool clusters_pay(int64_t batch, int64_t capacity, int major) { return major >= 9 && batch * capacity <= kClusterPositions; }
 
 // Blocks of a cluster, given the sequences of a launch: up to 8, fewer where that leaves clearly fewer blocks idle.

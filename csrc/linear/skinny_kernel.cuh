@@ -9,7 +9,6 @@
 #pragma once
 #include "algo/convert.h"
 #include "common/launch.h"
-
 #include "common/ptx.cuh"
 
 namespace fv::skinny {
@@ -30,7 +29,6 @@ struct Params {
     int64_t x_row;
     int32_t rows, inner, outer;
     float eps;
-    int32_t first_pass;      // 1: none before the wait
 };
 
 __device__ __forceinline__ void unpack(uint32_t two, float& a, float& b) {
@@ -57,9 +55,8 @@ __device__ __forceinline__ float squares(uint32_t x) {
 }
 
 // kTiles groups of eight rows. Epilogue: rows(tile, low, high) names the weight rows low..low+7 and high..high+7 of a block;
-// early(row, tile, low) loads what store needs besides the products (after the wait, before them; before it where early_before_wait());
-// store(early, row, tile, low,
-// high, a, b, real) takes the products of weight rows low and high; it does all but write where not real.
+// early(row, tile, low) loads what store needs besides the products (before them; before the wait too where early_before_wait());
+// store(early, row, tile, low, high, a, b) takes the products of weight rows low and high.
 template <int kTiles, int kAhead, class Epilogue>
 __global__ void __launch_bounds__(kThreads, kAhead == kAheadShort ? 3 : 2) skinny_kernel(const __grid_constant__ Params p, const __grid_constant__ Epilogue epilogue) {
     constexpr int kStep = kTiles == 1 ? kAhead : kTiles == 2 ? 2 : 1;  // chunks whose x is in flight; registers bound it
@@ -102,80 +99,70 @@ __global__ void __launch_bounds__(kThreads, kAhead == kAheadShort ? 3 : 2) skinn
     typename Epilogue::Early early = {};
     bool missing = stores;  // early
     if (missing && epilogue.early_before_wait()) early = epilogue.early(first + row, tile, low + pair), missing = false;
+    wait_for_previous_launch();
 
-    // Twice through the same code: the first time before the wait, with x = 0 and without writing, so that its instructions are in the
-    // caches when the second time is the one that everything waits for.
-#pragma unroll 1
-    for (int pass = p.first_pass; pass < 2; ++pass) {
-        const bool real = pass == 1;
-        if (real) wait_for_previous_launch();
-        auto x_at = [&](int t, int chunk) -> uint4 {  // eight values of row 8 t + g
-            const int at = first + 8 * t + g;
-            if (at >= p.rows || chunk >= chunks || !real) return make_uint4(0, 0, 0, 0);
-            return __ldcg(reinterpret_cast<const uint4*>(p.x + at * p.x_row + chunk * kChunk + c * 8));  // not what an L1 may still hold
-        };
-        if (warp >= chunks && missing && real) early = epilogue.early(first + row, tile, low + pair);  // this warp has no share of the sums
-        float acc[kTiles][4] = {}, square[kTiles] = {};
-        const int end = real ? chunks : min(chunks, warp + 1);
-#pragma unroll 1
-        for (int begin = warp; begin < end; begin += kWarps * kAhead) {
-            if (begin != warp) load(begin);
+    auto x_at = [&](int t, int chunk) -> uint4 {  // eight values of row 8 t + g
+        const int at = first + 8 * t + g;
+        if (at >= p.rows || chunk >= chunks) return make_uint4(0, 0, 0, 0);
+        return __ldcg(reinterpret_cast<const uint4*>(p.x + at * p.x_row + chunk * kChunk + c * 8));  // not what an L1 may still hold
+    };
+    if (warp >= chunks && missing) early = epilogue.early(first + row, tile, low + pair);  // this warp has no share of the sums
+    float acc[kTiles][4] = {}, square[kTiles] = {};
+    for (int begin = warp; begin < chunks; begin += kWarps * kAhead) {
+        if (begin != warp) load(begin);
 #pragma unroll
-            for (int j0 = 0; j0 < kAhead; j0 += kStep) {
-                uint4 x[kStep][kTiles];
+        for (int j0 = 0; j0 < kAhead; j0 += kStep) {
+            uint4 x[kStep][kTiles];
 #pragma unroll
-                for (int j = 0; j < kStep; ++j) {
+            for (int j = 0; j < kStep; ++j) {
 #pragma unroll
-                    for (int t = 0; t < kTiles; ++t) x[j][t] = x_at(t, begin + kWarps * (j0 + j));
-                }
-                if (j0 == 0 && begin == warp && missing && real) early = epilogue.early(first + row, tile, low + pair);
+                for (int t = 0; t < kTiles; ++t) x[j][t] = x_at(t, begin + kWarps * (j0 + j));
+            }
+            if (j0 == 0 && begin == warp && missing) early = epilogue.early(first + row, tile, low + pair);
 #pragma unroll
-                for (int j = 0; j < kStep; ++j) {
-                    if (begin + kWarps * (j0 + j) >= chunks) break;
-                    const uint4 lo = a_low[j0 + j], hi = a_high[j0 + j];
-                    const uint32_t step0[4] = {lo.x, hi.x, lo.y, hi.y}, step1[4] = {lo.z, hi.z, lo.w, hi.w};
+            for (int j = 0; j < kStep; ++j) {
+                if (begin + kWarps * (j0 + j) >= chunks) break;
+                const uint4 lo = a_low[j0 + j], hi = a_high[j0 + j];
+                const uint32_t step0[4] = {lo.x, hi.x, lo.y, hi.y}, step1[4] = {lo.z, hi.z, lo.w, hi.w};
 #pragma unroll
-                    for (int t = 0; t < kTiles; ++t) {
-                        const uint4 v = x[j][t];
-                        mma_16816_bf16(acc[t], step0, v.x, v.y);
-                        mma_16816_bf16(acc[t], step1, v.z, v.w);
-                        if (p.norm) square[t] += (squares(v.x) + squares(v.y)) + (squares(v.z) + squares(v.w));
-                    }
+                for (int t = 0; t < kTiles; ++t) {
+                    const uint4 v = x[j][t];
+                    mma_16816_bf16(acc[t], step0, v.x, v.y);
+                    mma_16816_bf16(acc[t], step1, v.z, v.w);
+                    if (p.norm) square[t] += (squares(v.x) + squares(v.y)) + (squares(v.z) + squares(v.w));
                 }
             }
         }
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-            float* at = sums[warp] + (8 * t + 2 * c) * kStride + g;
-            at[0] = acc[t][0];
-            at[kStride] = acc[t][1];
-            at[8] = acc[t][2];
-            at[kStride + 8] = acc[t][3];
-            if (!p.norm) continue;
-            square[t] += __shfl_xor_sync(0xffffffffu, square[t], 1);
-            square[t] += __shfl_xor_sync(0xffffffffu, square[t], 2);
-            if (c == 0) part[warp][8 * t + g] = square[t];
-        }
-        __syncthreads();
-        if (stores) {
-            float a = 0.0f, b = 0.0f;
-#pragma unroll
-            for (int w = 0; w < kWarps; ++w) {
-                a += sums[w][row * kStride + pair];
-                b += sums[w][row * kStride + pair + 8];
-            }
-            if (p.norm) {
-                float sum = 0.0f;
-#pragma unroll
-                for (int w = 0; w < kWarps; ++w) sum += part[w][row];
-                const float factor = 1.0f / sqrtf(sum / static_cast<float>(p.inner) + p.eps);
-                a *= factor;
-                b *= factor;
-            }
-            epilogue.store(early, first + row, tile, low + pair, high + pair, a + bias_low, b + bias_high, real);
-        }
-        if (!real) __syncthreads();  // the sums are read
     }
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+        float* at = sums[warp] + (8 * t + 2 * c) * kStride + g;
+        at[0] = acc[t][0];
+        at[kStride] = acc[t][1];
+        at[8] = acc[t][2];
+        at[kStride + 8] = acc[t][3];
+        if (!p.norm) continue;
+        square[t] += __shfl_xor_sync(0xffffffffu, square[t], 1);
+        square[t] += __shfl_xor_sync(0xffffffffu, square[t], 2);
+        if (c == 0) part[warp][8 * t + g] = square[t];
+    }
+    __syncthreads();
+    if (!stores) return;
+    float a = 0.0f, b = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+        a += sums[w][row * kStride + pair];
+        b += sums[w][row * kStride + pair + 8];
+    }
+    if (p.norm) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) sum += part[w][row];
+        const float factor = 1.0f / sqrtf(sum / static_cast<float>(p.inner) + p.eps);
+        a *= factor;
+        b *= factor;
+    }
+    epilogue.store(early, first + row, tile, low + pair, high + pair, a + bias_low, b + bias_high);
 }
 
 template <class Epilogue>
@@ -185,10 +172,7 @@ void run_skinny(const Launch& launch, const Params& p, const Epilogue& epilogue)
     const auto kernel = p.rows <= 8 && short_k ? skinny_kernel<1, kAheadShort, Epilogue> : p.rows <= 8 ? skinny_kernel<1, kAhead, Epilogue>
                       : p.rows <= 16 ? skinny_kernel<2, kAhead, Epilogue> : p.rows <= 24 ? skinny_kernel<3, kAhead, Epilogue>
                       : skinny_kernel<4, kAhead, Epilogue>;
-    static const bool dry = std::getenv("FV_DEV_NODRY") == nullptr;
-    Params q = p;
-    q.first_pass = launch.props.major >= 9 && dry ? 0 : 1;  // elsewhere launches do not overlap
-    launch.run_overlapped(kernel, grid, dim3(kThreads), 0, q, epilogue);
+    launch.run_overlapped(kernel, grid, dim3(kThreads), 0, p, epilogue);
 }
 
 inline Params params(const char* op, const SkinnySizes& s, const Tensor& x, const Tensor& weight, const OptTensor& bias,
@@ -199,7 +183,7 @@ inline Params params(const char* op, const SkinnySizes& s, const Tensor& x, cons
                  (!norm || aligned(norm->const_data_ptr())), op,
              ": x, weight and norm must be aligned to 16 bytes; got other addresses or strides. Fix: pass whole tensors.");
     return {cptr<uint16_t>(x), cptr<uint16_t>(weight), cptr<uint16_t>(bias), cptr<uint16_t>(norm), x.stride(0),
-            static_cast<int32_t>(s.rows), static_cast<int32_t>(s.inner), static_cast<int32_t>(s.outer), static_cast<float>(eps), 1};
+            static_cast<int32_t>(s.rows), static_cast<int32_t>(s.inner), static_cast<int32_t>(s.outer), static_cast<float>(eps)};
 }
 
 }  // namespace fv::skinny

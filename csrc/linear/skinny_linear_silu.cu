@@ -4,7 +4,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "linear/skinny_args.h"
-#include "linear/wide_kernel.cuh"
+#include "linear/skinny_kernel.cuh"
 
 namespace fv {
 namespace skinny {
@@ -18,18 +18,15 @@ struct SiluMul {
     __device__ bool early_before_wait() const { return false; }
     __device__ void rows(int tile, int& low, int& high) const { low = tile * 8, high = half + low; }
     __device__ Early early(int, int, int) const { return {}; }
-    __device__ void store(Early, int row, int, int low, int, float a, float b, bool real) const {
-        const auto y = static_cast<uint16_t>(opaque(float_to_bf16(a / (1.0f + expf(-a)) * b)));
-        if (real) out[row * row_stride + low] = y;
+    __device__ void store(Early, int row, int, int low, int, float a, float b) const {
+        out[row * row_stride + low] = float_to_bf16(a / (1.0f + expf(-a)) * b);
     }
 };
 
 }  // namespace
 
 void run_silu_mul(const Launch& launch, const Params& p, uint16_t* out, int64_t row_stride) {
-    const SiluMul to{out, row_stride, static_cast<int32_t>(p.outer / 2)};
-    if (wide_fits(p.outer, p.inner)) run_wide(launch, p, to);
-    else run_skinny(launch, p, to);
+    run_skinny(launch, p, SiluMul{out, row_stride, static_cast<int32_t>(p.outer / 2)});
 }
 
 }  // namespace skinny

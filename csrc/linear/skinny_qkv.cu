@@ -6,7 +6,7 @@
 
 #include "algo/attention_plan.h"
 #include "linear/skinny_args.h"
-#include "linear/wide_kernel.cuh"
+#include "linear/skinny_kernel.cuh"
 
 namespace fv {
 namespace skinny {
@@ -47,7 +47,8 @@ struct Qkv {
         const float* at = cos_sin + position * static_cast<int64_t>(head_dim) + low % head_dim;
         return {slot, at[0], at[head_dim / 2], true};
     }
-    __device__ void store(const Early& e, int row, int tile, int low, int, float a, float b, bool real) const {
+    __device__ void store(const Early& e, int row, int tile, int low, int, float a, float b) const {
+        if (!e.live) return;
         const int head = tile / (head_dim / kTile), half = head_dim / 2, i = low - head * head_dim;
         a = bf16_to_float(float_to_bf16(a));
         b = bf16_to_float(float_to_bf16(b));
@@ -62,10 +63,8 @@ struct Qkv {
             const int64_t page = e.slot >> 32 ? e.slot / page_size : by_page_size.quotient(static_cast<uint32_t>(e.slot));
             to = cache.data + page * cache.page + (e.slot - page * page_size) * cache.slot + (head - heads) % kv_heads * cache.head;
         }
-        const uint32_t x = opaque(float_to_bf16(a)), y = opaque(float_to_bf16(b));
-        if (!e.live || !real) return;
-        to[i] = static_cast<uint16_t>(x);
-        to[i + half] = static_cast<uint16_t>(y);
+        to[i] = float_to_bf16(a);
+        to[i + half] = float_to_bf16(b);
     }
 };
 
@@ -77,12 +76,10 @@ void skinny_qkv_cuda(const Tensor x, const Tensor weight, const OptTensor bias, 
     if (n.s.rows == 0) return;
     const Params p = params("skinny_qkv", n.s, x, weight, bias, norm, eps);
     const Launch launch("skinny_qkv", x);
-    const Qkv to{mptr<uint16_t>(q), q.stride(0), q.stride(1), cache_of(k_cache), cache_of(v_cache),
+    run_skinny(launch, p, Qkv{mptr<uint16_t>(q), q.stride(0), q.stride(1), cache_of(k_cache), cache_of(v_cache),
                               cptr<int32_t>(positions), cptr<int64_t>(slots), cptr<float>(cos_sin), n.max_positions, n.capacity,
                               static_cast<int32_t>(n.heads), static_cast<int32_t>(n.kv_heads), static_cast<int32_t>(n.head_dim),
-                              static_cast<int32_t>(n.page_size), divider(static_cast<uint32_t>(n.page_size)), settled};
-    if (wide_fits(n.s.outer, n.s.inner)) run_wide(launch, p, to);
-    else run_skinny(launch, p, to);
+                              static_cast<int32_t>(n.page_size), divider(static_cast<uint32_t>(n.page_size)), settled});
 }
 
 }  // namespace

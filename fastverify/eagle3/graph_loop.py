@@ -82,7 +82,7 @@ class GraphLoop:
         self._cycles: dict = {}       # (batch, shape, processors) -> Cycle
         self._graphs: dict = {}       # the same -> CUDAGraph (with a grammar: of the cycle's first half)
         self._second: dict = {}       # with a grammar: the replay of the second half
-        self._catch_up: dict = {}     # batch -> what runs the draft over the pairs of plain cycles: a replay, or CatchUp.run
+        self._catch_up: dict = {}     # batch -> (CatchUp, what runs it: its replay, or it itself)
         self.times: dict = {}         # (batch, processors) -> {shape name: ms}
         self.controllers: dict = {}
         self._memory = torch.cuda.graph_pool_handle() if self.capture else None
@@ -236,19 +236,20 @@ class GraphLoop:
     def _catch_up_now(self, batch: int) -> None:
         if batch not in self._catch_up:
             self._prepare_catch_up(batch)
-        self._catch_up[batch]()
+        self._catch_up[batch][1]()
         self._behind = 0
 
     @torch.inference_mode()
     def _prepare_catch_up(self, batch: int) -> None:
-        run = CatchUp(self.draft, self.state, batch).run
+        catch_up = CatchUp(self.draft, self.state, batch)  # kept: a replay writes its buffers
+        run = catch_up.run
         if self.capture:
             with _Scratch(self, batch):
                 run()
                 torch.cuda.synchronize(self.device)
                 graph = self._captured(run)
             run = graph.replay
-        self._catch_up[batch] = run
+        self._catch_up[batch] = (catch_up, run)
 
     def _choose(self, batch: int, processors: bool) -> Shape:
         controller = self.controller(batch, processors)

@@ -8,8 +8,7 @@ from .. import _ops
 
 PLAIN, ADD, SILU_MUL = 0, 1, 2
 MAX_ROWS = 32            # a second pass over the weight for more
-MAX_INNER = 2048         # beyond it, blocks of 64 weight rows (csrc/linear/wide_kernel.cuh), which pay
-WIDE_ROWS, WIDE = 16, 64  # for so many rows of x and weights of a multiple of these
+MAX_INNER = 2048         # beyond it a block's own norm of all rows, and one pass of eight warps over K, take too long
 
 
 def skinny_linear(x: torch.Tensor, weight: torch.Tensor, *, bias: Optional[torch.Tensor] = None,
@@ -24,7 +23,7 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, *, bias: Optional[torch
     out   written and returned; allocated when None (not for ADD)
     copy  [R, N], rows may be strided: gets out's values too (not for SILU_MUL)
     The bits of a row depend on K and N alone, not on the rows beside it, their number or their place (CUDA; the basis of
-    exact mode). Errors: RuntimeError on a wrong shape, dtype or device. Cost: the weight once per 32 rows (16 for K above 2048), one launch, which
+    exact mode). Errors: RuntimeError on a wrong shape, dtype or device. Cost: the weight once per 32 rows, one launch, which
     may start while the launch before it ends (sm_90 and newer). Graph-safe with `out`. Source: csrc/linear/skinny_linear.cu.
     """
     if out is None:
@@ -41,7 +40,5 @@ def skinny_fits(x: torch.Tensor, *weights: torch.Tensor) -> bool:
 
 
 def skinny_pays(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """Whether it is also the faster way: few rows on a GPU (docs/performance.md)."""
-    rows = x.shape[0]
-    return x.is_cuda and skinny_fits(x, *weights) and all(
-        rows <= MAX_ROWS if w.shape[1] <= MAX_INNER else rows <= WIDE_ROWS and w.shape[0] % WIDE == 0 for w in weights)
+    """Whether it is also the faster way: few rows of a small model on a GPU (docs/performance.md)."""
+    return (x.is_cuda and x.shape[0] <= MAX_ROWS and max(w.shape[1] for w in weights) <= MAX_INNER and skinny_fits(x, *weights))

@@ -373,4 +373,15 @@ def test_the_draft_catches_up_in_one_launch():
     """Captured, as cycles are: some thirty launches would take a plain step of a small model each time."""
     made = loop("off,chain-2", "cuda", torch.bfloat16, max_batch=1)
     finish(made, PROMPTS[:1], 4)
-    assert [run.__self__.__class__ for run in made._catch_up.values()] == [torch.cuda.CUDAGraph]
+    (kept, run), = made._catch_up.values()
+    assert isinstance(run.__self__, torch.cuda.CUDAGraph)
+    # its buffers are its own, whatever is allocated afterwards: as an eager one, over many plain cycles
+    texts = []
+    for capture in (True, False):
+        made = loop("off,chain-2", "cuda", torch.bfloat16, max_batch=1, max_length=256, capture=capture)
+        made.controller(1)
+        other = [torch.full((n,), 1 << 20, dtype=torch.int32, device="cuda") for n in range(1, 2000, 7)]
+        made.controller = lambda batch, processors=False, c=Alternating(made.shapes, PAIRS + 5): c
+        texts.append([j.tokens for j in finish(made, PROMPTS[2:3], PAIRS + 44)])
+        assert all(bool((t == 1 << 20).all()) for t in other)
+    assert texts[0] == texts[1]
