@@ -65,9 +65,19 @@ __device__ inline uint32_t group_bound(Team team, uint32_t m, int j) {
     return s->bound;
 }
 
+// Places in a list that is `*count` long for the lanes that take one; every lane of the warp calls it.
+__device__ __forceinline__ uint32_t places(Team team, uint32_t* count, bool takes) {
+    const unsigned lanes = __ballot_sync(kFullWarp, takes);
+    const int first = __ffs(static_cast<int>(lanes)) - 1;
+    uint32_t base = 0;
+    if (team.lane() == first) base = atomicAdd(count, static_cast<uint32_t>(__popc(lanes)));
+    return __shfl_sync(kFullWarp, base, first & 31) + __popc(lanes & ((1u << team.lane()) - 1));
+}
+
 // Ranks n candidates that hold all entries of top-k (ties included). Key of the best that all filters keep; every thread.
 template <class T>
-__device__ __attribute__((noinline)) Word best_candidate(const Row<T>& row, Team team, int n, float zmax) {
+__device__ __attribute__((noinline)) Word best_candidate(const Row<T>& given, Team team, int n, float zmax) {
+    const Row<T>& row = *known_shared(&given);
     Candidates& c = team.s->candidates;
     const int part = team.tid() & 3;  // four threads per candidate
     for (int i0 = 0; i0 < n; i0 += kTeamThreads / 4) {
@@ -77,8 +87,9 @@ __device__ __attribute__((noinline)) Word best_candidate(const Row<T>& row, Team
         for (int j = part; j < n; j += 4) larger += c.all[j].z > z;
         larger += __shfl_xor_sync(kFullWarp, larger, 1);
         larger += __shfl_xor_sync(kFullWarp, larger, 2);
-        if (part == 0 && i < n && larger < row.p.top_k) {
-            const uint32_t at = atomicAdd(&team.s->kept_count, 1u);
+        const bool keeps = part == 0 && i < n && larger < row.p.top_k;
+        const uint32_t at = places(team, &team.s->kept_count, keeps);
+        if (keeps) {
             c.kept[at] = c.all[i];
             if (row.p.top_p < 1.0f) c.mass[at] = mass_of(z, zmax);
         }
@@ -114,7 +125,7 @@ template <bool kExtras, class T>
 __device__ __forceinline__ uint32_t thread_max(const Row<T>& row, Team team, bool* bad) {
     *bad = false;
     if (!kExtras && row.simple()) {  // the temperature keeps the order: one division
-        const float x = scan_simple<true, false>(row, row.start(team.tid()), 0.0f);
+        const float x = scan_simple<true, false>(row, row.start(team.tid()), 0.0f).best;
         if (ordered_bits(x + 0.0f) < ordered_bits(kInf)) return x > -kInf ? ordered_bits(row.scaled(x)) : 0;
     }
     uint32_t best = 0;
@@ -135,10 +146,12 @@ __device__ __forceinline__ float raised_by_min_p(float cut, float min_p, float z
     return sure > cut ? sure : cut;
 }
 
-// Appends the slice's entries >= bound to `list`; how many there are.
+// Lists the slice's entries >= bound in candidates.slice, or .all; how many there are.
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) uint32_t list_entries(const Row<T>& row, Team team, uint32_t mine, uint32_t bound, Candidate* list) {
+__device__ __attribute__((noinline)) uint32_t list_entries(const Row<T>& given, Team team, uint32_t mine, uint32_t bound, bool of_slice) {
+    const Row<T>& row = *known_shared(&given);
     TeamScratch* s = team.s;
+    Candidate* list = of_slice ? s->candidates.slice : s->candidates.all;
     __syncthreads();  // what was read of the lists and of the counts
     if (team.tid() == 0) s->list_count = s->all_count = s->kept_count = 0;
     __syncthreads();
@@ -157,11 +170,12 @@ __device__ __attribute__((noinline)) uint32_t list_entries(const Row<T>& row, Te
 // -1: not all of top-k was published. Also the row's largest z and whether NaN or +inf was met.
 template <bool kExtras, class T>
 __device__ __attribute__((noinline)) int gather_candidates(
-    const Row<T>& row, Team team, uint32_t mine, Team::TopBits block, uint32_t bound, int again, Team::TopBits* of_row) {
+    const Row<T>& given, Team team, uint32_t mine, Team::TopBits block, uint32_t bound, int again, Team::TopBits* of_row) {
+    const Row<T>& row = *known_shared(&given);
     TeamScratch* s = team.s;
     Candidates& c = s->candidates;
     const int turn = row.turn;
-    const uint32_t n = list_entries<kExtras>(row, team, mine, bound, team.size == 1 ? c.all : c.slice);
+    const uint32_t n = list_entries<kExtras>(row, team, mine, bound, team.size > 1);
     if (team.size == 1) {
         *of_row = block;
         return n <= kListEntries && (n >= static_cast<uint32_t>(row.p.top_k) || bound <= 1) ? static_cast<int>(n) : -1;
@@ -180,12 +194,14 @@ __device__ __attribute__((noinline)) int gather_candidates(
     if (warp_max_u32(other.x) == ~0u) return -1;
     for (int r = team.warp(); r < team.size; r += kTeamWarps) {
         const int count = static_cast<int>(__shfl_sync(kFullWarp, other.x, r));
-        for (int i = team.lane(); i < count; i += 32) {
-            const uint2 w = get_tagged(team.list_place(again, turn, r, i), tag);
+        for (int i0 = 0; i0 < count; i0 += 32) {
+            const int i = i0 + team.lane();
+            uint2 w = make_uint2(0, 0);
+            if (i < count) w = get_tagged(team.list_place(again, turn, r, i), tag);
             const float z = bits_to_float(w.x);
-            if (ordered_bits(z) < floor) continue;
-            const uint32_t at = atomicAdd(&s->all_count, 1u);
-            if (at < kListEntries) c.all[at] = Candidate{z, static_cast<int32_t>(w.y)};
+            const bool keeps = i < count && ordered_bits(z) >= floor;
+            const uint32_t at = places(team, &s->all_count, keeps);
+            if (keeps && at < kListEntries) c.all[at] = Candidate{z, static_cast<int32_t>(w.y)};
         }
     }
     __syncthreads();
@@ -211,7 +227,8 @@ struct Buckets {
 // Sums of counts or masses by bucket, over the team, into s->select.sums; pass: of this row.
 template <bool kExtras, class T>
 __device__ __attribute__((noinline)) void sum_buckets(
-    const Row<T>& row, Team team, bool by_mass, const Buckets& buckets, int slot) {
+    const Row<T>& given, Team team, bool by_mass, const Buckets& buckets, int slot) {
+    const Row<T>& row = *known_shared(&given);
     TeamScratch* s = team.s;
     Select& sel = s->select;
     __syncthreads();
@@ -290,7 +307,8 @@ __device__ __forceinline__ int find_bucket(Team team, const F& need, Word* left)
 // ordered_bits of the smallest entry that top-k (counts) or top-p (masses) keeps among those >= floor; 0: everything.
 template <bool kExtras, class T>
 __device__ __attribute__((noinline)) uint32_t select_cut(
-    const Row<T>& row, Team team, bool by_mass, uint32_t floor, float zmax) {
+    const Row<T>& given, Team team, bool by_mass, uint32_t floor, float zmax) {
+    const Row<T>& row = *known_shared(&given);
     const uint32_t lowest = ordered_bits(-kFloatMax);
     Buckets buckets{floor > lowest ? floor : lowest, ordered_bits(zmax), -1, zmax};
     int slot = kTeamSelect + (by_mass ? kSelectExchanges : 0);
@@ -335,7 +353,8 @@ __device__ __forceinline__ void clear_sums(Team team) {
 
 // Key of a filtered row with its status bits: in the first warp of every block.
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) Word filtered_key(const Row<T>& row, Team team) {
+__device__ __attribute__((noinline)) Word filtered_key(const Row<T>& given, Team team) {
+    const Row<T>& row = *known_shared(&given);
     bool bad_here;
     const uint32_t mine = thread_max<kExtras>(row, team, &bad_here);
     const Team::TopBits block = team.block_top(kSlotFilter, mine, bad_here);
@@ -365,7 +384,8 @@ __device__ __attribute__((noinline)) Word filtered_key(const Row<T>& row, Team t
 
 // Log-probability of `token` under the raw logits (0: no token), in the first warp of every block; all blocks of the team call it.
 template <class T>
-__device__ __attribute__((noinline)) float raw_logprob(const Row<T>& row, Team team, const int64_t* token) {
+__device__ __attribute__((noinline)) float raw_logprob(const Row<T>& given, Team team, const int64_t* token) {
+    const Row<T>& row = *known_shared(&given);
     const Team::TopBits block = team.block_top(kSlotRaw, raw_max_of_slice(row, team), 0);
     const uint32_t top = team.team_bounds(row.turn, kTeamRawMax, block.top, 0, 0).top;
     const float max = top ? from_ordered_bits(top) : -kInf;

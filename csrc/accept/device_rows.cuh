@@ -264,7 +264,13 @@ struct PhiloxKeys {
     }
 };
 
-// The largest bound of chunks of a simple row: raw logits when greedy, else logit / T + noise_bound, with kCut only of entries
+// The largest bound of a thread's chunks, the chunk that holds it, and the largest of the other chunks (or one above it).
+struct Bound {
+    float best, second;
+    int at;
+};
+
+// The bounds of chunks of a simple row: raw logits when greedy, else logit / T + noise_bound, with kCut only of entries
 // whose logit / T reaches `near`. NaN or +inf: one of the chunks holds one of those, or a bound overflowed.
 template <bool kGreedy, bool kCut, class T>
 struct Scan {
@@ -273,15 +279,22 @@ struct Scan {
         __device__ __forceinline__ None(uint32_t, uint32_t) {}
     };
     std::conditional_t<kGreedy, None, PhiloxKeys> keys;
-    float inverse, near, best = -kInf;
+    float inverse, near, best = -kInf, second = -kInf;
+    int at = 0;
     uint32_t t, pair = std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;  // -inf
 
     __device__ __forceinline__ Scan(const Row<T>& row, float from)
         : keys(row.p.seed_lo, row.p.seed_hi), inverse(row.inverse), near(from), t(row.t) {}
 
-    __device__ __forceinline__ void take_one(float x, uint32_t noise) {
+    __device__ __forceinline__ float bound_of(float x, uint32_t noise) const {
         const float bound = kGreedy ? x : fma_exact(x, inverse, noise_bound(noise));
-        best = max_nan(best, kCut && !(x * inverse >= near) ? -kInf : bound);
+        return kCut && !(x * inverse >= near) ? -kInf : bound;
+    }
+    __device__ __forceinline__ void take_bound(float bound, int c) {
+        const bool larger = bound > best;
+        second = max_nan(second, larger ? best : bound);
+        best = larger ? bound : best;
+        at = larger ? c : at;
     }
     __device__ __forceinline__ void take(const RawChunk<T>& raw, int c) {
         if constexpr (kPairs) {
@@ -295,18 +308,21 @@ struct Scan {
         } else {
             const uint32_t group = 2 * static_cast<uint32_t>(c);
             const Philox4 r[2] = {keys.words(group, t, kStreamTarget), keys.words(group + 1, t, kStreamTarget)};
+            float bound = bound_of(raw.get(0), r[0].v[0]);
 #pragma unroll
-            for (int j = 0; j < kChunk; ++j) take_one(raw.get(j), r[j >> 2].v[j & 3]);
+            for (int j = 1; j < kChunk; ++j) bound = max_nan(bound, bound_of(raw.get(j), r[j >> 2].v[j & 3]));
+            take_bound(bound, c);
         }
     }
     // c: the chunk after the thread's last. The row may end inside that one.
-    __device__ __forceinline__ float finish(const Row<T>& row, int c) {
+    __device__ __forceinline__ Bound finish(const Row<T>& row, int c) {
         if constexpr (kPairs) {
             RawChunk<T> both;
             both.words[0] = pair;
             best = max_nan(both.get(0), both.get(1));
         }
         if (c == row.whole_last && c < row.last) {
+            float bound = -kInf;
 #pragma unroll 1
             for (int id = c * kChunk; id < row.end; ++id) {
                 uint32_t noise = 0;
@@ -315,16 +331,20 @@ struct Scan {
                     const int j = id & 3;
                     noise = j == 0 ? r.v[0] : j == 1 ? r.v[1] : j == 2 ? r.v[2] : r.v[3];
                 }
-                take_one(row.raw_one(id), noise);
+                bound = max_nan(bound, bound_of(row.raw_one(id), noise));
             }
+            if constexpr (kGreedy) best = max_nan(best, bound);
+            else take_bound(bound, c);
         }
-        return best;
+        if constexpr (kGreedy) second = best;
+        return Bound{max_nan(best, second), second, at};
     }
 };
 
 // The largest bound of what a thread takes of a simple row, from chunk c on.
 template <bool kGreedy, bool kCut, class T>
-__device__ __attribute__((noinline)) float scan_simple(const Row<T>& row, int c, float near) {
+__device__ __attribute__((noinline)) Bound scan_simple(const Row<T>& given, int c, float near) {
+    const Row<T>& row = *known_shared(&given);
     Scan<kGreedy, kCut, T> scan(row, near);
     const T* base = row.base;
     const int step = row.step, last = row.whole_last < row.last ? row.whole_last : row.last;
@@ -372,10 +392,10 @@ struct ChunksAhead {
     }
 };
 // The same as scan_simple() where the thread's first chunks are on their way.
-template <bool kGreedy, class T>
-__device__ __forceinline__ float scan_chunks(const Row<T>& row, int c, ChunksAhead<T>& ahead) {
+template <class T>
+__device__ __forceinline__ Bound scan_chunks(const Row<T>& row, int c, ChunksAhead<T>& ahead) {
     constexpr int kAhead = ChunksAhead<T>::kCount;
-    Scan<kGreedy, false, T> scan(row, 0.0f);
+    Scan<false, false, T> scan(row, 0.0f);
     const T* base = row.base;
     const int step = row.step, last = row.whole_last < row.last ? row.whole_last : row.last;
     while (c < last) {
@@ -390,6 +410,68 @@ __device__ __forceinline__ float scan_chunks(const Row<T>& row, int c, ChunksAhe
     }
     return scan.finish(row, c);
 }
+// The first largest logit of what a warp takes of a simple greedy row, its chunks on their way: kept in registers until its place
+// is asked for.
+template <class T>
+struct GreedyScan {
+    float best = -kInf, seen = -kInf;  // seen: NaN if one was met
+    int at = 0;
+    RawChunk<T> kept;
+    __device__ __forceinline__ void take(const RawChunk<T>& raw, int c) {
+        float x;
+        if constexpr (sizeof(T) == 2) {
+            RawChunk<T> both;
+            both.words[0] = raw.words[0];
+#pragma unroll
+            for (int j = 1; j < 4; ++j) {
+                both.words[0] = std::is_same_v<T, __half> ? max_nan_f16x2(both.words[0], raw.words[j])
+                                                          : max_nan_bf16x2(both.words[0], raw.words[j]);
+            }
+            x = max_nan(both.get(0), both.get(1));
+        } else {
+            x = raw.get(0);
+#pragma unroll
+            for (int j = 1; j < kChunk; ++j) x = max_nan(x, raw.get(j));
+        }
+        seen = max_nan(seen, x);
+        if (x > best) {
+            best = x;
+            at = c;
+            kept = raw;
+        }
+    }
+    // Key of the warp; `bad`: it must be found entry by entry.
+    __device__ __forceinline__ Word warp_key(bool* bad) const {
+        const uint32_t own = ordered_bits(seen + 0.0f), top = warp_max_u32(own);
+        *bad = top >= ordered_bits(kInf);
+        if (*bad || !(from_ordered_bits(top) > -kInf)) return 0;
+        int j0 = 0;
+#pragma unroll
+        for (int j = kChunk - 1; j >= 0; --j) j0 = kept.get(j) == best ? j : j0;
+        const uint32_t id = __reduce_min_sync(kFullWarp, own == top ? static_cast<uint32_t>(at * kChunk + j0) : ~0u);
+        return make_key(from_ordered_bits(top), id);
+    }
+};
+template <class T>
+__device__ __forceinline__ Word greedy_key(const Row<T>& row, int c, ChunksAhead<T>& ahead, bool* bad) {
+    constexpr int kAhead = ChunksAhead<T>::kCount;
+    GreedyScan<T> scan;
+    const T* base = row.base;
+    const int step = row.step, last = row.whole_last < row.last ? row.whole_last : row.last;
+    while (c < last) {
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+            if (c >= last) break;
+            const RawChunk<T> raw = ahead.raw[k];
+            if (c + kAhead * step < last) ahead.ask_one(k, base + (c + kAhead * step) * kChunk);
+            scan.take(raw, c);
+            c += step;
+        }
+    }
+    if (c == row.whole_last && c < row.last) scan.take(load_chunk(row, c), c);
+    __syncwarp();
+    return scan.warp_key(bad);
+}
 // Is a largest bound of scan_simple one to go on with? Not if the row holds NaN or +inf, nor where bounds may have overflowed.
 __device__ __forceinline__ bool usable(uint32_t top) {
     return top < ordered_bits(kInf) && from_ordered_bits(top) > -1e37f;
@@ -398,7 +480,8 @@ __device__ __forceinline__ bool usable(uint32_t top) {
 // Largest bound, z or z + noise_bound, of this thread's entries, z exact: extras, any temperature, entries below the cut and
 // bad ones left out.
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) float scan_exact(const Row<T>& row, Team team, float cut, bool* bad) {
+__device__ __attribute__((noinline)) float scan_exact(const Row<T>& given, Team team, float cut, bool* bad) {
+    const Row<T>& row = *known_shared(&given);
     float best = -kInf;
     const bool greedy = row.p.greedy();
     *bad = visit<kExtras>(row, team, [&](int id, const float (&z)[kChunk]) {
@@ -425,12 +508,25 @@ __device__ __attribute__((noinline)) float scan_exact(const Row<T>& row, Team te
     return best;
 }
 
-// Best exact key among the entries of the warp's threads (the first is thread `thread0`) whose bound reaches `threshold`.
+// Best exact key among the entries of the warp's threads (the first is thread `thread0`) whose bound reaches `threshold`. Of most
+// such threads that is one chunk: those are asked four at a time, eight lanes a chunk.
 template <bool kExtras, class T>
-__device__ __forceinline__ Word settle_warp(const Row<T>& row, int thread0, float bound, float threshold, float cut, float zmax) {
+__device__ __forceinline__ Word settle_warp(const Row<T>& row, int thread0, Bound bound, float threshold, float cut, float zmax) {
     const int lane = static_cast<int>(threadIdx.x) & 31;
     Word best = 0;
-    for (unsigned votes = __ballot_sync(kFullWarp, bound > -kInf && !(bound < threshold)); votes; votes &= votes - 1) {
+    const bool asked = bound.best > -kInf && !(bound.best < threshold), whole = !(bound.second < threshold);
+    for (unsigned votes = __ballot_sync(kFullWarp, asked && !whole); votes;) {
+        int source = -1;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            if (lane >> 3 == k) source = __ffs(static_cast<int>(votes)) - 1;
+            votes &= votes - 1;  // 0 stays 0
+        }
+        const int c = __shfl_sync(kFullWarp, bound.at, source & 31);
+        const Word key = source >= 0 ? row.template key_of<kExtras>(c * kChunk + (lane & 7), cut, zmax) : 0;
+        best = key > best ? key : best;
+    }
+    for (unsigned votes = __ballot_sync(kFullWarp, asked && whole); votes; votes &= votes - 1) {
         // lanes 8k..8k+7 take the 8 entries of every fourth chunk of that thread
         const int source = __ffs(static_cast<int>(votes)) - 1;
         for (int c0 = row.start(thread0 + source), last = row.last, step = row.step; c0 < last; c0 += 4 * step) {
@@ -442,7 +538,8 @@ __device__ __forceinline__ Word settle_warp(const Row<T>& row, int thread0, floa
     return warp_max_word(best);
 }
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) Word settle(const Row<T>& row, Team team, BlockSlot slot, float bound, float threshold, float cut, float zmax) {
+__device__ __attribute__((noinline)) Word settle(const Row<T>& given, Team team, BlockSlot slot, Bound bound, float threshold, float cut, float zmax) {
+    const Row<T>& row = *known_shared(&given);
     return team.block_key(slot, settle_warp<kExtras>(row, team.warp() * 32, bound, threshold, cut, zmax));
 }
 
@@ -456,27 +553,74 @@ __device__ __forceinline__ float score_reached(bool greedy, Word key) {
     return greedy || !key ? score : below(score);
 }
 
+// Key of a thread's warp's part of a simple row, no filters, with kKeyBad. Entry by entry, if the row holds what bounds cannot tell.
+template <class T>
+__device__ __attribute__((noinline)) Word warp_best_exact(const Row<T>& given, int thread) {
+    const Row<T>& row = *known_shared(&given);
+    Word best = 0;
+    bool bad = false;
+    for (int c = row.start(thread); c < row.last; c += row.step) {
+        for (int id = c * kChunk; id < c * kChunk + kChunk; ++id) {
+            if (id < row.begin || id >= row.end) continue;
+            bad = bad || is_bad(row.raw_one(id));
+            const Word key = row.template key_of<false>(id, -kInf, 0.0f);
+            best = key > best ? key : best;
+        }
+    }
+    return warp_max_word(best) | (__any_sync(kFullWarp, bad) ? kKeyBad : 0);
+}
+
+// Key of the block's slice of a simple greedy row, with kKeyBad.
+template <class T>
+__device__ __attribute__((noinline)) Word greedy_slice(const Row<T>& given, Team team) {
+    const Row<T>& row = *known_shared(&given);
+    constexpr int kAhead = sizeof(T) == 4 ? 2 : 4;  // chunks in flight
+    GreedyScan<T> scan;
+    const T* base = row.base;
+    const int step = row.step, last = row.whole_last < row.last ? row.whole_last : row.last;
+    int c = row.start(team.tid());
+    while (c < last) {
+        RawChunk<T> raw[kAhead];
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) raw[k] = load_whole(base + (c + k * step < last ? c + k * step : c) * kChunk);
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+            if (c < last) {
+                scan.take(raw[k], c);
+                c += step;
+            }
+        }
+    }
+    if (c == row.whole_last && c < row.last) scan.take(load_chunk(row, c), c);
+    __syncwarp();
+    bool bad;
+    Word key = scan.warp_key(&bad);
+    if (bad) key = warp_best_exact(row, team.tid());
+    return team.block_key_status(kSlotSettle, key);
+}
+
 // Best key of the block's slice among entries z >= cut that min-p keeps, with kKeyBad if a NaN or +inf was met.
 template <bool kExtras, class T>
-__device__ __attribute__((noinline)) Word best_of_slice(const Row<T>& row, Team team, float cut, float zmax) {
+__device__ __attribute__((noinline)) Word best_of_slice(const Row<T>& given, Team team, float cut, float zmax) {
+    const Row<T>& row = *known_shared(&given);
     const bool greedy = row.p.greedy();
-    float bound = -kInf;
+    Bound bound{-kInf, -kInf, 0};
     uint32_t top = 0;
     Word status = 0;
     bool scanned = false;
     if constexpr (!kExtras) {
         if (row.simple()) {
+            if (greedy) return greedy_slice(row, team);
             const int c = row.start(team.tid());
-            bound = greedy ? scan_simple<true, false>(row, c, 0.0f)
-                    : cut > -kInf ? scan_simple<false, true>(row, c, below(cut)) : scan_simple<false, false>(row, c, 0.0f);
-            top = team.block_max(kSlotFast, ordered_bits(bound + 0.0f));
+            bound = cut > -kInf ? scan_simple<false, true>(row, c, below(cut)) : scan_simple<false, false>(row, c, 0.0f);
+            top = team.block_max(kSlotFast, ordered_bits(bound.best + 0.0f));
             scanned = usable(top);
         }
     }
     if (!scanned) {
         bool bad = false;
-        bound = scan_exact<kExtras>(row, team, cut, &bad);
-        const Team::TopBits exact = team.block_top(kSlotExact, ordered_bits(bound + 0.0f), bad);
+        bound.best = bound.second = scan_exact<kExtras>(row, team, cut, &bad);
+        const Team::TopBits exact = team.block_top(kSlotExact, ordered_bits(bound.best + 0.0f), bad);
         top = exact.top;
         status = exact.bits ? kKeyBad : 0;
     }
@@ -490,22 +634,6 @@ __device__ __attribute__((noinline)) Word best_of_slice(const Row<T>& row, Team 
     const float low = score_reached(greedy, key);
     if (low < threshold) key = settle<kExtras>(row, team, kSlotSettleAgain, bound, low, cut, zmax);
     return key | status;
-}
-
-// Key of a warp's slice of a simple row, no filters, with kKeyBad. Entry by entry, if the row holds what bounds cannot tell.
-template <class T>
-__device__ __attribute__((noinline)) Word warp_best_exact(const Row<T>& row) {
-    Word best = 0;
-    bool bad = false;
-    for (int c = row.start(static_cast<int>(threadIdx.x) & 31); c < row.last; c += row.step) {
-        for (int id = c * kChunk; id < c * kChunk + kChunk; ++id) {
-            if (id < row.begin || id >= row.end) continue;
-            bad = bad || is_bad(row.raw_one(id));
-            const Word key = row.template key_of<false>(id, -kInf, 0.0f);
-            best = key > best ? key : best;
-        }
-    }
-    return warp_max_word(best) | (__any_sync(kFullWarp, bad) ? kKeyBad : 0);
 }
 
 // Finite maximum of the raw slice as ordered_bits (0: none), and its masses relative to `max`.

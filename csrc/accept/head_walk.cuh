@@ -11,17 +11,23 @@ template <bool kExtras>
 __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) head_walk_kernel(const __grid_constant__ HeadArgs a) {
     const VerifyTask& task = a.task;
     int64_t b;
-    Team team = join_team(task, reinterpret_cast<TeamScratch*>(dynamic_shared()), &b);
+    Team team = join_team(task, &b);
     if (!task.in.active[b]) {
         if (team.index == 0) write_inactive(team, task.out, b);
+        if (team.index == 0 && team.tid() == kTagThread) count_team(task);
         return;
     }
-    if (team.tid() == 0) init_rows<kExtras, float>(task, b, team);
+    if (team.tid() == 0) {
+        RequestValues values;
+        values.ask(task, b);
+        init_rows<kExtras, float>(task, b, team, values);
+    }
     const bool in_order = ranges_in_order(a);  // has a barrier
     const bool from_logits = wants_logits(a, in_order, team.s->params);
     if (!from_logits && team.index > 0) return;
     if (!from_logits) {
         const NodeRange r = node_range(task.in.cu_nodes, b, task.in.rows);
+        clear_hits(team, r.n);
         for (int i = team.tid(); i < r.n; i += kTeamThreads) {
             team.s->node_keys[i] = a.keys[r.begin + i] | (a.bad[r.begin + i] ? kKeyBad : 0);
             a.keys[r.begin + i] = 0;

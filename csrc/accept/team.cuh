@@ -91,6 +91,11 @@ __device__ __forceinline__ Word warp_max_word(Word v) {
     const uint32_t low = warp_max_u32(high == top ? static_cast<uint32_t>(v) : 0);
     return static_cast<Word>(top) << 32 | low;
 }
+// Largest key without its status bits, with those of all.
+__device__ __forceinline__ Word warp_max_key(Word v) {
+    const uint32_t status = static_cast<uint32_t>(v) & static_cast<uint32_t>(kKeyStatus);
+    return warp_max_word(v & ~static_cast<Word>(kKeyStatus)) | __reduce_or_sync(kFullWarp, status);
+}
 
 // Words that carry their tag.
 __device__ __forceinline__ void put_tagged(uint4* place, uint32_t a, uint32_t b, uint32_t tag) {
@@ -105,9 +110,18 @@ __device__ __forceinline__ uint2 get_tagged(const uint4* place, uint32_t tag) {
     return make_uint2(v.x, v.z);
 }
 
+#ifndef FV_EMULATE
+__device__ __forceinline__ unsigned char* dynamic_shared();  // common/launch.h
+#endif
+// Where every kernel with teams has its scratch: not a pointer that is passed on, so that the compiler knows what memory it is.
+struct ScratchPlace {
+    __device__ __forceinline__ operator TeamScratch*() const { return reinterpret_cast<TeamScratch*>(dynamic_shared()); }
+    __device__ __forceinline__ TeamScratch* operator->() const { return *this; }
+};
+
 // Small and without state: passed by value. `turn` = parity of the row in the order that the team takes rows.
 struct Team {
-    TeamScratch* s;
+    ScratchPlace s;
     int size, index;      // blocks, and which of them
     unsigned char* area;  // the exchange area, or null: a cluster
     int block0;           // the team's first block in the launch
@@ -144,6 +158,12 @@ struct Team {
         if (lane() == 0) s->block_words[slot][warp()] = key;
         __syncthreads();
         return warp_max_word(s->block_words[slot][lane() % kTeamWarps]);
+    }
+    // Largest key without its status bits, with those of all.
+    __device__ __forceinline__ Word block_key_status(BlockSlot slot, Word key) const {
+        if (lane() == 0) s->block_words[slot][warp()] = key;
+        __syncthreads();
+        return warp_max_key(s->block_words[slot][lane() % kTeamWarps]);
     }
     __device__ __forceinline__ Word block_sum(BlockSlot slot, Word v) const {
         v = warp_sum(v);
@@ -334,17 +354,18 @@ struct HitWalker : WarpWalker {
     }
 };
 
-// A team that asks for its request's nodes before it knows where they are: there, if all requests have as many.
+// A team that asks for its request's nodes before it knows where they are: from row `guess` on, if that is not negative.
 struct AheadTeam : Team {
     int64_t begin_ahead;
     int32_t parent_ahead;
     int64_t token_ahead;
-    __device__ __forceinline__ AheadTeam(Team team, const VerifyInputs& in, const IdView& tokens, int64_t b)
-        : Team(team), begin_ahead(in.rows * b / in.batch), parent_ahead(0), token_ahead(0) {
+    __device__ __forceinline__ AheadTeam(Team team, const VerifyInputs& in, const IdView& tokens, int64_t guess)
+        : Team(team), begin_ahead(guess), parent_ahead(0), token_ahead(0) {
         const int64_t i = begin_ahead + tid();
-        if (i < in.rows) {
-            parent_ahead = in.parents[i];
-            token_ahead = tokens[i];
+        if (guess >= 0 && i < in.rows) {
+            parent_ahead = static_cast<int32_t>(load_here_4(in.parents + i));
+            token_ahead = tokens.wide ? static_cast<int64_t>(load_here_8(static_cast<const int64_t*>(tokens.data) + i))
+                                      : static_cast<int32_t>(load_here_4(static_cast<const int32_t*>(tokens.data) + i));
         }
     }
     __device__ __forceinline__ void open(const int32_t* parents, const IdView& tokens, int64_t begin, int32_t n) const {

@@ -18,49 +18,60 @@ constexpr int kMostSlices = 256;  // of a row
 // together: a segment, of which a block has at most 16.
 struct WarpItems {
     int slices, at0, node0;  // of a row; of the block's first warp
+    float part;              // 1 / slices
     __device__ __forceinline__ WarpItems(Team team, int n) {
-        const int most = team.size * kTeamWarps / n;
+        const int most = of(team.size * kTeamWarps, 1.0f / static_cast<float>(n));
         slices = most < kMostSlices ? most : kMostSlices;
+        part = 1.0f / static_cast<float>(slices);
         at0 = team.index * kTeamWarps;
-        node0 = at0 / slices;
+        node0 = node_of(at0);
     }
-    __device__ __forceinline__ int node(int warp) const { return (at0 + warp) / slices; }
-    __device__ __forceinline__ int slice(int warp) const { return (at0 + warp) % slices; }
+    // x / n for small numbers, part = 1 / n: x + 1/2 is far enough from a multiple of n.
+    __device__ static __forceinline__ int of(int x, float part) { return static_cast<int>((static_cast<float>(x) + 0.5f) * part); }
+    __device__ __forceinline__ int node_of(int item) const { return of(item, part); }
+    __device__ __forceinline__ int node(int warp) const { return node_of(at0 + warp); }
+    __device__ __forceinline__ int slice(int warp) const { return at0 + warp - node(warp) * slices; }
 };
 
-// Best key of the warp's slice of a row whose other warps in the block are those of `same`; every thread of the block calls it.
+// Best key of the warp's slice (greedy: `own`) of a row whose other warps in the block are those of `same`; every thread of the
+// block calls it.
 // True in the segment's first warp: *key is the segment's.
 template <class T>
-__device__ __forceinline__ bool segment_best(const Row<T>& row, Team team, float bound, bool active, unsigned same, Word* key) {
+__device__ __forceinline__ bool segment_best(
+    const Row<T>& row, Team team, Bound bound, bool greedy, Word own, bool active, unsigned same, Word* key) {
     TeamScratch* s = team.s;
     const int lane = team.lane() % kTeamWarps;
-    const bool mine = same >> lane & 1, greedy = row.p.greedy();
+    const bool mine = same >> lane & 1, first = active && team.warp() == __ffs(static_cast<int>(same)) - 1;
     const auto share = [&](BlockSlot slot, Word v) {
         if (team.lane() == 0) s->block_words[slot][team.warp()] = v;
     };
     const auto best_of = [&](BlockSlot slot) {
-        const Word v = mine ? s->block_words[slot][lane] : 0;
-        return warp_max_word(v & ~static_cast<Word>(kKeyStatus)) | __reduce_or_sync(kFullWarp, static_cast<uint32_t>(v) & static_cast<uint32_t>(kKeyStatus));
+        return warp_max_key(mine ? s->block_words[slot][lane] : 0);
     };
-    share(kSlotFast, warp_max_u32(ordered_bits(bound + 0.0f)));
+    if (greedy) {
+        share(kSlotSettle, own);
+        __syncthreads();
+        *key = best_of(kSlotSettle);
+        return first;
+    }
+    share(kSlotFast, warp_max_u32(ordered_bits(bound.best + 0.0f)));
     __syncthreads();
     const uint32_t top = warp_max_u32(mine ? static_cast<uint32_t>(s->block_words[kSlotFast][lane]) : 0);
     const bool fast = active && usable(top);
-    const float threshold = fast ? first_threshold(greedy, from_ordered_bits(top)) : 0.0f;
-    Word own = 0;
+    const float threshold = fast ? first_threshold(false, from_ordered_bits(top)) : 0.0f;
     if (fast) own = settle_warp<false>(row, 0, bound, threshold, -kInf, 0.0f);
-    else if (active) own = warp_best_exact(row);
+    else if (active) own = warp_best_exact(row, team.lane());
     share(kSlotSettle, own);
     __syncthreads();
     *key = best_of(kSlotSettle);
-    const float low = score_reached(greedy, *key);
+    const float low = score_reached(false, *key);
     const bool again = fast && low < threshold;
     if (__syncthreads_or(again)) {
         share(kSlotSettleAgain, again ? settle_warp<false>(row, 0, bound, low, -kInf, 0.0f) : own);
         __syncthreads();
         *key = best_of(kSlotSettleAgain);
     }
-    return active && team.warp() == __ffs(static_cast<int>(same)) - 1;
+    return first;
 }
 
 // Every row of the request at once: keys of segments to the workspace, collected by the team's first block. `ahead`: this
@@ -75,7 +86,9 @@ __device__ __forceinline__ bool take_all_rows(
     Row<T>& row = *reinterpret_cast<Row<T>*>(s->warp_rows[team.warp()]);
     copy_words(&row, s->rows[0], team.lane(), 32);
     __syncwarp();
-    float bound = -kInf;
+    Bound bound{-kInf, -kInf, 0};
+    Word own = 0;
+    const bool greedy = s->params.greedy();  // of the request, so of the whole block
     if (active) {
         const int depth = node_depth<false>(team, node);
         if (team.lane() == 0) {
@@ -84,14 +97,21 @@ __device__ __forceinline__ bool take_all_rows(
         }
         __syncwarp();
         const int c = row.start(team.lane());
-        bound = row.p.greedy() ? scan_chunks<true>(row, c, ahead) : scan_chunks<false>(row, c, ahead);
+        if (greedy) {
+            bool bad;
+            own = greedy_key(row, c, ahead, &bad);
+            if (bad) own = warp_best_exact(row, team.lane());
+        } else {
+            bound = scan_chunks(row, c, ahead);
+        }
     }
     const unsigned same = __ballot_sync(kFullWarp, team.lane() < kTeamWarps && items.node(team.lane()) == node);
     Word key;
-    if (segment_best(row, team, bound, active, same, &key) && team.lane() == 0) {
+    if (segment_best(row, team, bound, greedy, own, active, same, &key) && team.lane() == 0) {
         put_tagged(team.item_place(items.at0 + node - items.node0), static_cast<uint32_t>(key >> 32), static_cast<uint32_t>(key), tag);
     }
     if (team.index > 0) return false;
+    clear_hits(team, tree.n);
     // `group` threads for each node, one for each of its segments
     int group = 1;
     while (group < (slices + 2 * kTeamWarps - 2) / kTeamWarps) group *= 2;
@@ -101,7 +121,7 @@ __device__ __forceinline__ bool take_all_rows(
         Word best = 0;
         uint32_t status = 0;
         if (n < tree.n && block * kTeamWarps < (n + 1) * slices) {
-            const uint2 w = get_tagged(team.item_place(block * kTeamWarps + n - block * kTeamWarps / slices), tag);
+            const uint2 w = get_tagged(team.item_place(block * kTeamWarps + n - items.node_of(block * kTeamWarps)), tag);
             status = w.y & static_cast<uint32_t>(kKeyStatus);
             best = static_cast<Word>(w.x) << 32 | (w.y & ~static_cast<uint32_t>(kKeyStatus));
         }
@@ -121,7 +141,7 @@ template <bool kExtras, class T>
 __device__ bool take_rows_by_teams(const VerifyTask& a, const WalkTree& tree, Team team) {
     TeamScratch* s = team.s;
     const int most = team.size / tree.n, size = most < kTeamWide ? most : kTeamWide, node = team.index / size;
-    const Team own{s, size, team.index % size, team.area, team.block0 + node * size};
+    const Team own{{}, size, team.index % size, team.area, team.block0 + node * size};
     const uint32_t tag = s->first_tag;
     if (node < tree.n) {
         Row<T>& row = *reinterpret_cast<Row<T>*>(s->rows[0]);
@@ -142,6 +162,7 @@ __device__ bool take_rows_by_teams(const VerifyTask& a, const WalkTree& tree, Te
         clear_sums(own);
     }
     if (team.index > 0) return false;
+    clear_hits(team, tree.n);
     for (int n = team.tid(); n < tree.n; n += kTeamThreads) {
         const uint2 key = get_tagged(team.item_place(2 * n), tag), logprob = get_tagged(team.item_place(2 * n + 1), tag);
         s->node_keys[n] = static_cast<Word>(key.x) << 32 | key.y;
@@ -152,10 +173,20 @@ __device__ bool take_rows_by_teams(const VerifyTask& a, const WalkTree& tree, Te
 }
 
 // Grid (B * blocks). What needs no answer is asked for first: the request's rows and nodes, then logits.
+template <class T>
+__device__ __attribute__((noinline)) void init_rows_now(const VerifyTask& a, int64_t b, Team team) {
+    RequestValues values;
+    values.ask(a, b);
+    init_rows<true, T>(a, b, team, values);
+}
 template <class T, bool kExtras>
 __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) verify_tree_kernel(const __grid_constant__ VerifyTask a) {
     int64_t b;
-    AheadTeam team(join_team(a, reinterpret_cast<TeamScratch*>(dynamic_shared()), &b), a.in, a.tokens, b);
+    const Team joined = join_team(a, &b);
+    RequestValues values;
+    if (!kExtras && joined.tid() == kTagThread) values.ask(a, b);
+    if (joined.tid() == kTeamThreads - 64) touch_outputs(a, joined.s);
+    AheadTeam team(joined, a.in, a.tokens, a.shape.all_rows ? a.rows_each * b : -1);
     TeamScratch* s = team.s;
     const int32_t active = a.in.active[b];
     const NodeRange range = node_range(a.in.cu_nodes, b, a.in.rows);
@@ -175,9 +206,13 @@ __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) verify_tree_kernel
     }
     if (!active) {
         if (team.index == 0) write_inactive(team, a.out, b);
+        if (team.index == 0 && team.tid() == kTagThread) count_team(a);
         return;
     }
-    if (team.tid() == kTeamThreads - 1) init_rows<kExtras, T>(a, b, team);
+    if (team.tid() == kTagThread) {
+        if constexpr (kExtras) init_rows_now<T>(a, b, team);
+        else init_rows<false, T>(a, b, team, values);
+    }
     const WalkTree tree = open_tree(team, a.in, a.tokens, b);  // has a barrier
     const bool wide = s->params.filtered() || a.out.logprobs;
     if constexpr (!kExtras) {
@@ -228,6 +263,7 @@ void verify_tree_cuda(
     a.bitmask = cptr<int32_t>(bitmask);
     a.shape = verify_shape(call.in.batch, call.in.rows, vocab_size, launch.props.sms, workspace.has_value());
     a.area = mptr<unsigned char>(workspace);
+    a.rows_each = call.in.rows / call.in.batch;
     const bool extras = bias || bitmask || penalties;
     switch (logits.scalar_type()) {
         case ScalarType::Half: return launch_verify_tree<__half>(launch, a, extras);

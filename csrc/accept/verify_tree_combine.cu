@@ -43,7 +43,7 @@ __device__ inline int warp_select_digit(const Word* sums, Word* left, int lane) 
 
 // Grid (R).
 __global__ void __launch_bounds__(kTeamThreads) fold_kernel(const __grid_constant__ CombineTask a) {
-    const Team team{reinterpret_cast<TeamScratch*>(dynamic_shared()), 1, 0, nullptr, 0};
+    const Team team{{}, 1, 0, nullptr, 0};
     const int64_t row = blockIdx.x, stride = a.in.rows * a.num_words;
     const int64_t b = request_of_row(a.in, row, team);
     if (b < 0) return;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kTeamThreads) fold_kernel(const __grid_constan
 
 // Grid (B).
 __global__ void __launch_bounds__(kTeamThreads) combine_walk_kernel(const __grid_constant__ CombineTask a) {
-    const Team team{reinterpret_cast<TeamScratch*>(dynamic_shared()), 1, 0, nullptr, 0};
+    const Team team{{}, 1, 0, nullptr, 0};
     const int64_t b = blockIdx.x;
     if (!a.in.active[b]) return write_inactive(team, a.out, b);
     const RowParams p = a.in.params(b);

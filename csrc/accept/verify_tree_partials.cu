@@ -107,7 +107,7 @@ __device__ void write_words(const PartialsTask& a, const Row<T>& row, Team team,
 // Grid (R * cluster).
 template <class T, bool kExtras>
 __global__ void __launch_bounds__(kTeamThreads, kBlocksPerSm) partials_kernel(const __grid_constant__ PartialsTask a) {
-    const Team team{reinterpret_cast<TeamScratch*>(dynamic_shared()), a.cluster, static_cast<int>(blockIdx.x) % a.cluster, nullptr, 0};
+    const Team team{{}, a.cluster, static_cast<int>(blockIdx.x) % a.cluster, nullptr, 0};
     const int64_t at = blockIdx.x / a.cluster;
     int64_t* out = a.words + at * a.num_words;
     if (team.writes()) {

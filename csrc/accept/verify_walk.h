@@ -34,8 +34,11 @@ struct VerifyInputs {
     int rule;
 
     FV_HD RowParams params(int64_t b) const {
-        return resolve_params(temperature[b], top_k[b], top_p[b], min_p[b], seed ? seed[b] : 0,
-                              penalties ? penalties + 3 * b : nullptr, rule, vocab);
+        return params(b, temperature[b], top_k[b], top_p[b], min_p[b], seed ? seed[b] : 0);
+    }
+    // The same where the request's values are known.
+    FV_HD RowParams params(int64_t b, float t, int32_t k, float p, float m, int64_t request_seed) const {
+        return resolve_params(t, k, p, m, request_seed, penalties ? penalties + 3 * b : nullptr, rule, vocab);
     }
 };
 

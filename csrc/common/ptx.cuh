@@ -127,10 +127,28 @@ __device__ __forceinline__ void allow_next_launch() {
 #endif
 }
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// p, which points to shared memory, as a pointer of which the compiler knows that: accesses need not find it out.
+template <class T>
+__device__ __forceinline__ T* known_shared(T* p) {
+    uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(p));
+    asm("" : "+r"(address));
+    return static_cast<T*>(__cvta_shared_to_generic(address));
+}
 // 16 bytes that nobody writes meanwhile; the compiler leaves the load where it stands.
 __device__ __forceinline__ uint4 load_readonly_16(const void* p) {
     uint4 v;
     asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+// 4 and 8 bytes, asked for where the call stands: the compiler does not move it to where they are used.
+__device__ __forceinline__ uint32_t load_here_4(const void* p) {
+    uint32_t v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ unsigned long long load_here_8(const void* p) {
+    unsigned long long v;
+    asm volatile("ld.global.u64 %0, [%1];" : "=l"(v) : "l"(p));
     return v;
 }
 // 16 bytes that will not be read again soon.

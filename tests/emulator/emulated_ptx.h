@@ -111,6 +111,10 @@ inline uint32_t atomic_add_acq_rel(uint32_t* p, uint32_t v) {
 inline void wait_for_previous_launch() {}
 inline void allow_next_launch() {}
 inline void prefetch_l2(const void*) {}
+template <class T>
+T* known_shared(T* p) {
+    return p;
+}
 inline uint4 load_readonly_16(const void* p) {
     uint4 v;
     std::memcpy(&v, p, 16);
@@ -119,6 +123,16 @@ inline uint4 load_readonly_16(const void* p) {
 inline uint4 load_streaming_16(const void* p) {
     uint4 v;
     std::memcpy(&v, p, 16);
+    return v;
+}
+inline uint32_t load_here_4(const void* p) {
+    uint32_t v;
+    std::memcpy(&v, p, 4);
+    return v;
+}
+inline unsigned long long load_here_8(const void* p) {
+    unsigned long long v;
+    std::memcpy(&v, p, 8);
     return v;
 }
 inline uint4 ld_relaxed_sys_16(const void* p) { return load_streaming_16(p); }
