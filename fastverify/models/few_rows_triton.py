@@ -11,13 +11,17 @@ from typing import Optional
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # an older Triton
+    gdc_launch_dependents = gdc_wait = None
 
 ROWS = 16       # of x: one tile
 WIDE = 64       # weight rows of a program
 DEEP = 128      # of K at a time
 STAGES = 6
-OVERLAP = True  # programmatic dependent launch
+OVERLAP = gdc_wait is not None  # programmatic dependent launch
 AHEAD = 8       # lines of 128 bytes of every weight row that a launch asks for before it waits: a power of two, or 0
 
 
