@@ -31,6 +31,14 @@ def fused(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype is not torch.float32 and _triton.installed()
 
 
+def few_rows(x: torch.Tensor, *weights) -> bool:
+    """Whether products of x run in models/few_rows_triton.py: at most 16 rows on sm_90 or sm_100, weights more than 2048 wide."""
+    if not fused(x) or any(isinstance(w, Fp8Weight) or w.shape[1] <= 2048 for w in weights):
+        return False
+    from .few_rows_triton import fits
+    return fits(x, *weights)
+
+
 def add_linear(h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> None:
     """h += x @ weight.T (+ bias), in place."""
     if isinstance(weight, Fp8Weight):

@@ -16,7 +16,7 @@ from ..linear.skinny_qkv import skinny_qkv
 from .batch import ForwardBatch, KVCache
 from .config import LoadError, ModelConfig
 from .fp8 import Fp8Weight
-from .linear import add_linear, linear, norm_before, rms_norm, silu_mul_before
+from .linear import add_linear, few_rows, linear, norm_before, rms_norm, silu_mul_before
 
 
 class TensorSource(Protocol):
@@ -93,6 +93,8 @@ class LlamaModel:
                 raise ValueError("forward: exact must have a whole target whose matrices are multiples of 16 x 32, bfloat16 on a GPU; got "
                                  f"{self.dtype}. Fix: leave exact mode off.")
             return self._forward_skinny(h, batch, cache, aux, aux_layers), aux
+        if self._few_rows(h):
+            return self._forward_few_rows(h, batch, cache, aux, aux_layers), aux
         x = norm_before(self.layers[0].qkv, h, self.layers[0].input_norm, eps)
         for i, w in enumerate(self.layers):
             self._keep_aux(aux, aux_layers, i, h)
@@ -155,6 +157,34 @@ class LlamaModel:
                 place.copy_(h)
         return self._norm(h, self.norm)
 
+    def _few_rows(self, h: torch.Tensor) -> bool:
+        w = self.layers[0]
+        return (self.comm is None and w.qkv_bias is None and w.o_bias is None and w.gate_up_bias is None and w.down_bias is None
+                and few_rows(h, w.qkv, w.o, w.gate_up, w.down))
+
+    def _forward_few_rows(self, h: torch.Tensor, batch: ForwardBatch, cache: KVCache, aux: Optional[torch.Tensor],
+                          aux_layers: tuple) -> torch.Tensor:
+        """The same network for large weights and few rows in six launches per layer: norms, residual adds and SiLU-mul ride on the products."""
+        from .few_rows_triton import Normed, product
+        c, rows, eps = self.config, h.shape[0], self.config.rms_norm_eps
+        heads, ready = (c.num_heads, c.num_kv_heads, c.num_kv_heads), [Normed(rows, h.shape[1], h) for _ in range(2)]
+        x = ready[0].of(h, self.layers[0].input_norm)
+        self._keep_aux(aux, aux_layers, 0, h)
+        for i, w in enumerate(self.layers):
+            q, k, v = product(x, w.qkv, eps=eps).view(rows, -1, c.head_dim).split(heads, dim=1)
+            k_cache, v_cache = cache.k[i], cache.v[i]
+            rope_append(q, k, v, batch.positions, batch.slots, self.cos_sin, k_cache, v_cache, q_norm=w.q_norm, k_norm=w.k_norm, eps=eps)
+            if i == 0:
+                workspace = workspace_for(q, k_cache, batch.prefix_len.shape[0])
+            a = tree_attention(q, k_cache, v_cache, batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
+                               row_base=batch.row_base, schedule=batch.schedule, workspace=workspace)
+            product(a.view(rows, -1), w.o, out=h, add=True, then=ready[1], norm=w.post_norm)
+            act = product(ready[1], w.gate_up, silu=True, eps=eps)
+            after = self.layers[i + 1].input_norm if i + 1 < c.num_layers else None
+            product(act, w.down, out=h, add=True, then=None if after is None else ready[0], norm=after)
+            self._keep_aux(aux, aux_layers, i + 1, h)
+        return self._norm(h, self.norm)
+
     def _add_norm(self, h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor],
                   norm: torch.Tensor, product, split: bool, prefetch: Optional[torch.Tensor]) -> torch.Tensor:
         """h += x @ weight.T (+ bias), in place; returns RMSNorm(h) * norm as `product` takes it. split: x and weight are one rank's columns: the sum
@@ -176,6 +206,9 @@ class LlamaModel:
         """hidden [R, H] as forward returns it -> logits [R, V] in the model's dtype (of this rank's ids, if split)."""
         if exact:
             return skinny_linear(hidden, self.lm_head_weight)
+        if few_rows(hidden, self.lm_head_weight):  # cuBLAS would clear a workspace first, 5 us before it starts
+            from .few_rows_triton import product
+            return product(hidden, self.lm_head_weight)
         return linear(hidden, self.lm_head_weight)
 
     def _aux_buffer(self, rows: int, aux_layers: tuple) -> Optional[torch.Tensor]:
