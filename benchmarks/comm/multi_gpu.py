@@ -69,7 +69,7 @@ def section(me, args, name: str, wanted: Optional[tuple]) -> None:
     if name in ("sums", "verifies"):
         getattr(sections, name)(me, args, comms)
     else:
-        sections.linears(me, args, comms, resident=name != "linears")
+        sections.linears(me, args, comms, resident=name == "resident")
     for comm in comms.values():
         comm.check()
 

@@ -21,9 +21,9 @@ BARRIER_FLAGS = 256  # per rank, of the Lamport workspace
 EPS = 1e-6
 
 
-def library(given: Optional[str]) -> tuple:
+def library(given: Optional[str], on_gpu: bool) -> tuple:
     """(path, "") or ("", why not)."""
-    if not torch.cuda.is_available():
+    if not on_gpu:
         return "", "not on a CPU"
     if given:
         return (given, "") if Path(given).exists() else ("", f"no {given}")
@@ -66,7 +66,7 @@ class Peers:
     """Rows of both for every message; one set of memory for the largest."""
 
     def __init__(self, me, rows: int, hidden: int, given: Optional[str]) -> None:
-        path, why = library(given) if me.rank == 0 else ("", "")
+        path, why = library(given, me.cuda) if me.rank == 0 else ("", "")
         path, self.why = me.gathered((path, why))[0]
         if not self.why and me.world not in (2, 4, 8):
             self.why = "2, 4 or 8 ranks only"

@@ -175,7 +175,7 @@ class SymmetricMemory:
 
 # ---- linear_all_reduce -------------------------------------------------------------------------------------------------------
 
-STREAMS = (("columns", 2), ("columns", 4), ("growing", 3), ("growing", 4), ("rows", 2), ("rows", 4))
+STREAMS = (("columns", 2), ("columns", 4), ("columns", 8), ("growing", 3), ("growing", 4), ("rows", 2), ("rows", 4))
 RESIDENT = (("resident", 1), ("resident", 4), ("resident", 8), ("resident", 16), ("resident", 32))
 FEW = 8  # blocks or CTAs of a sum that leaves the SMs to the product
 
@@ -205,7 +205,7 @@ def cuts_for(m: int, transport: str, quick: bool, resident: bool) -> list:
     if m < 64:
         return [(("columns", 2), 64)]
     if quick:
-        streams = [c for c in streams if c in (("columns", 2), ("columns", 4), ("growing", 3), ("rows", 4))]
+        streams = [c for c in streams if c in (("columns", 2), ("columns", 4), ("columns", 8), ("growing", 3), ("rows", 4))]
     if transport == "nccl":
         return [(c, 64) for c in streams]
     return [(c, b) for c in streams for b in ((64, FEW) if m >= 256 and not quick else (64,))]

@@ -10,9 +10,9 @@ NAME = "sglang-kernel's custom all-reduce"
 RANK_DATA_BYTES = 8 << 20  # it keeps 64 bytes for every call that is captured
 
 
-def library() -> tuple:
+def library(on_gpu: bool) -> tuple:
     """(torch.ops.sgl_kernel, "") or (None, why not)."""
-    if not torch.cuda.is_available():
+    if not on_gpu:
         return None, "not on a CPU"
     try:
         if os.environ.get("SGL_KERNEL_LIBRARY"):
@@ -28,7 +28,7 @@ class Sglang:
     """Its rows for every message; one set of memory for the largest."""
 
     def __init__(self, me, rows: int, hidden: int) -> None:
-        self.ops, why = library()
+        self.ops, why = library(me.cuda)
         self.why = next((w for w in me.gathered(why) if w), "")
         if not self.why and me.world not in (2, 4, 6, 8):
             self.why = "2, 4, 6 or 8 ranks only"
