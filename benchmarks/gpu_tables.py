@@ -106,4 +106,4 @@ def summary(results: Path) -> str:
     return "\n".join([f"One GPU, CUDA graph replay, cold L2, bfloat16, median; each row of a file holds its command, `fastverify bench run` is all of them: {said}:", "",
                       "| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(r) + " |" for r in lines), "",
                       "Floor: bytes that must move over the copy bandwidth measured in that run (*: an empty graph node takes longer, and is shown). Peers "
-                      "under the same output law, in the same run; all rows: docs/gpu_results.md; why: docs/performance.md."])
+                      "under the same output law, in the same run (build_tree: the same day); all rows: docs/gpu_results.md; why: docs/performance.md."])

@@ -242,6 +242,8 @@ def linear(me: Rank, args, name: str, comm, m: int, weight: torch.Tensor, reside
     h.zero_()
     in_turn()
     want, found, turn, shorter = h.float(), [], us["then"], min(us["product"], us["sum"])
+    if "cards" in shape:  # ranks in turn on one GPU get in each other's way: nothing can hide more than the parts alone
+        turn = min(turn, us["product"] + us["sum"])
     one_call = own and m * n * 2 <= comm.max_bytes
     if one_call:  # the other kernel, in turn as well: the faster of the two is what an overlap is held against
         columns, fused = y.view(1, m, n), torch.empty_like(h)

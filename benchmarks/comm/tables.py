@@ -40,7 +40,8 @@ def sums(rows: list, op: str) -> list:
 
 
 def linears(rows: list) -> list:
-    """product, sum, both in turn, the best cut, and what it hides of the shorter part (against the faster of both sums in turn)."""
+    """product, sum, both in turn, the best cut, and what it hides of the shorter part: against the faster of both sums in turn; on one card, where
+    ranks in turn get in each other's way, at most against the two parts alone added up."""
     groups: dict = {}
     for r in rows:
         if r["op"] == "linear_all_reduce" and r["median_us"] is not None:
@@ -55,9 +56,11 @@ def linears(rows: list) -> list:
         if not cuts or not both or not sums or "product alone" not in by:
             continue
         best, turn, total = (min(g, key=lambda r: r["median_us"]) for g in (cuts, both, sums))
-        gain, short = turn["median_us"] - best["median_us"], min(total["median_us"], by["product alone"]["median_us"])
+        parts = (total["median_us"], by["product alone"]["median_us"])
+        base = min(turn["median_us"], sum(parts)) if "one card" in over else turn["median_us"]
+        gain = base - best["median_us"]
         out.append(line([over, k, m, cell(by["product alone"]), cell(total), cell(turn), best["provider"], cell(best),
-                         f"{100 * gain / short:.0f} %", "cut" if gain > 0.03 * turn["median_us"] else "one piece"]))
+                         f"{100 * gain / min(parts):.0f} %", "cut" if gain > 0.03 * base else "one piece"]))
     return out
 
 

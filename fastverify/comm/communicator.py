@@ -14,8 +14,8 @@ from .topology import _control
 DEADLINE_SECONDS = 10.0
 SETUP_SECONDS = 120.0  # of one step of set-up: a rank that does not come to it is an error on the others
 # From so many rows on a row-parallel linear is cut where nothing was measured (docs/communication.md): NCCL's blocks slow the product
-# down by what the overlap gains.
-OVERLAP_ROWS = {"gathered": 256, "host": 1024, "peer": 1024, "nccl": 1 << 30}
+# down by what the overlap gains, and over NVLink every cut costs more than it hides.
+OVERLAP_ROWS = {"gathered": 256, "host": 1024, "peer": 1 << 30, "nccl": 1 << 30}
 BLOCKS = 64  # at most, per rank: enough to fill a link, few enough to be resident beside anything else
 FP8_BYTES = 64 << 10     # wire="fp8": up to here coding costs what it saves (docs/performance.md)
 ISLAND_BYTES = 32 << 10  # islands=True: up to here a third hop costs what the link between saves

@@ -21,7 +21,7 @@ ROWS = 16       # of x: one tile
 WIDE = 64       # weight rows of a program
 DEEP = 128      # of K at a time
 STAGES = 6
-OVERLAP = False    # programmatic dependent launch, where gdc_wait exists
+OVERLAP = gdc_wait is not None  # programmatic dependent launch
 AHEAD = 8       # lines of 128 bytes of every weight row that a launch asks for before it waits: a power of two, or 0
 
 
