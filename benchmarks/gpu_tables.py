@@ -85,8 +85,8 @@ def peer_of(rows: list) -> dict:
 
 
 def summary(results: Path) -> str:
-    """The README's table: one line per entry of SUMMARY that has a result, ours beside the fastest peer of the same run."""
-    lines, sources = [], {}
+    """The README's table: one line per entry of SUMMARY that has a result, ours beside the fastest peer of the same file."""
+    lines, sources, apart = [], {}, {}
     for op, provider, shape, what in SUMMARY:
         name, rows = newest(results, op)
         mine = [r for r in rows if all(r["shape"].get(k) == v for k, v in shape.items())]
@@ -94,6 +94,8 @@ def summary(results: Path) -> str:
         if ours is None:
             continue
         peer = peer_of([r for r in mine if r["shape"] == ours["shape"] and r["dtype"] == ours["dtype"] and r["cold"] == ours["cold"]])
+        if peer and peer["command"] != ours["command"]:
+            apart[f"`{op}`"] = None
         against = f"{peer['median_us'] / ours['median_us']:.1f}x" if peer else "-"
         floor = figure(max(ours["floor_us"], ours["empty_us"])) + ("*" if ours["floor_us"] < ours["empty_us"] else "")
         lines.append([f"`{op}`", what, floor, figure(ours["median_us"]) + ("" if ours["correct"] is not False else " (WRONG)"),
@@ -102,8 +104,9 @@ def summary(results: Path) -> str:
     if not lines:
         return ""
     header = ["op", "what", "floor us", "ours us", "fastest peer, us", "peer / ours"]
+    others = f" ({', '.join(apart)}: another run of the file)" if apart else ""
     said = "; ".join(f"{device}, {date}, torch {torch}, `benchmarks/results/{name}`" for device, date, torch, name in sources)
     return "\n".join([f"One GPU, CUDA graph replay, cold L2, bfloat16, median; each row of a file holds its command, `fastverify bench run` is all of them: {said}:", "",
                       "| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(r) + " |" for r in lines), "",
                       "Floor: bytes that must move over the copy bandwidth measured in that run (*: an empty graph node takes longer, and is shown). Peers "
-                      "under the same output law, in the same run (build_tree: the same day); all rows: docs/gpu_results.md; why: docs/performance.md."])
+                      f"under the same output law, in the same run{others}; all rows: docs/gpu_results.md; why: docs/performance.md."])

@@ -39,20 +39,19 @@ def auto_rows(data: dict) -> list:
 
 
 def loop_line() -> str:
-    """The decode loop on a GPU: plain and the fastest shape, means over the sets of <device>-smollm2-loop-settled.json (a run with the
-    attention of settled prefixes and no peers), else of <device>-smollm2-loop.json, which has the peers."""
-    found = [json.loads(p.read_text()) for name in ("-settled", "") for p in sorted(RESULTS.glob(f"*-smollm2-loop{name}.json"))]
+    """The decode loop on a GPU: plain and the fastest shape, means over the sets of <device>-smollm2-loop.json."""
+    found = sorted(RESULTS.glob("*-smollm2-loop.json"))
     if not found:
         return ""
-    data, means = found[0], {}
+    data, means = json.loads(found[-1].read_text()), {}
     for shape in dict.fromkeys(r["shape"] for r in data["speed"]):
         mine = [r for r in data["speed"] if r["shape"] == shape]
         means[shape] = [sum(r[k] for r in mine) / len(mine) for k in ("tok_s", "against")] + [len(mine)]
     best = max(means, key=lambda s: means[s][0])
-    peer = max((p for f in found for p in f.get("peers", ()) if p["provider"].startswith("transformers")), key=lambda p: p["tok_s"], default=None)
+    peer = max((p for p in data.get("peers", ()) if p["provider"].startswith("transformers")), key=lambda p: p["tok_s"], default=None)
     return (f"* **One {data['device'].removeprefix('NVIDIA ')}**: SmolLM2-135M with the EAGLE-3 head that ships here decodes {means[best][0]:.0f} tok/s with {best}, "
             f"**{means[best][1]:.2f}x** the {means['off'][0]:.0f} of plain\n  decoding (batch 1, greedy, mean of {means[best][2]} sets, {data['date'][:10]}; docs/decode_loop.md)"
-            + (f"; {peer['provider']}, a run of the same day: {peer['tok_s']:.0f}." if peer else "."))
+            + (f"; {peer['provider']}: {peer['tok_s']:.0f}." if peer else "."))
 
 
 def comm_line() -> str:

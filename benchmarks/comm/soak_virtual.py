@@ -147,7 +147,7 @@ def main(calls: int, seed: int = 0, seconds: float = 1e9) -> int:
         try:
             setting = Setting(lambda n: int(torch.randint(0, n, (), generator=generator)), number)
             made_at = time.time()
-            made = setting.run(share, start + seconds * (at + 1) / SETTINGS)
+            made = setting.run(max(share, 1), start + seconds * (at + 1) / SETTINGS)
         except RuntimeError as error:
             if setting is not None:  # a wrong or lost call; what a launch refused is named and does not end the others
                 print(f"setting {number}: W = {setting.world}, {setting.dtype}, {setting.comm.transport}, stalls {setting.stalls}")

@@ -57,7 +57,7 @@ def linears(rows: list) -> list:
             continue
         best, turn, total = (min(g, key=lambda r: r["median_us"]) for g in (cuts, both, sums))
         parts = (total["median_us"], by["product alone"]["median_us"])
-        base = min(turn["median_us"], sum(parts)) if "one card" in over else turn["median_us"]
+        base = min(turn["median_us"], sum(parts)) if group[0]["shape"].get("cards") == 1 else turn["median_us"]
         gain = base - best["median_us"]
         out.append(line([over, k, m, cell(by["product alone"]), cell(total), cell(turn), best["provider"], cell(best),
                          f"{100 * gain / min(parts):.0f} %", "cut" if gain > 0.03 * base else "one piece"]))

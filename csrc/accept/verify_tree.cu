@@ -172,7 +172,7 @@ __device__ bool take_rows_by_teams(const VerifyTask& a, const WalkTree& tree, Te
     return true;
 }
 
-// Grid (B * blocks). What needs no answer is asked for first: the request's rows and nodes, then logits.
+// init_rows() where the values were not asked for ahead.
 template <class T>
 __device__ __attribute__((noinline)) void init_rows_now(const VerifyTask& a, int64_t b, Team team) {
     RequestValues values;

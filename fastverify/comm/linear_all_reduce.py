@@ -187,9 +187,9 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor],
 def sum_beside(y: torch.Tensor, comm, out: torch.Tensor) -> None:
     """out = sum over ranks of y [rows, width], the bits of all_reduce, beside a product: all_reduce_columns where it can, for every thread of
     all_reduce asks over the link for what is late, and that slows down what else the GPU does."""
-    whole = y.dim() == 2 and y.shape[1] * y.element_size() % 16 == 0 and y.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
+    whole = y.shape[1] * y.element_size() % 16 == 0 and y.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
     own = comm.transport in ("peer", "host") and comm.wire == "exact" and comm.handle_for(y.nbytes) == comm.handle
-    if whole and own and not comm.islands and y.nbytes <= comm.max_bytes and comm.world <= 3:  # it is one-shot
+    if whole and own and not comm.islands and y.nbytes <= (comm.max_bytes if comm.world <= 2 else comm.one_shot_bytes):  # it is one-shot
         all_reduce_columns(y.view(1, *y.shape), comm, out)
     else:
         all_reduce(y, comm, out=out)

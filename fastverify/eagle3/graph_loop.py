@@ -234,13 +234,14 @@ class GraphLoop:
         self._host_mask[row] = -1 if words is None else words
 
     def _catch_up_now(self, batch: int) -> None:
-        if batch not in self._catch_up:
-            self._prepare_catch_up(batch)
+        self._prepare_catch_up(batch)
         self._catch_up[batch][1]()
         self._behind = 0
 
     @torch.inference_mode()
     def _prepare_catch_up(self, batch: int) -> None:
+        if batch in self._catch_up:
+            return
         catch_up = CatchUp(self.draft, self.state, batch)  # kept: a replay writes its buffers
         run = catch_up.run
         if self.capture:
@@ -266,7 +267,7 @@ class GraphLoop:
         if key not in self.controllers:
             for shape in self.shapes:
                 self._prepare((batch, shape, processors))
-            if self.draft is not None and batch not in self._catch_up:
+            if self.draft is not None:
                 self._prepare_catch_up(batch)
             known = next(iter(self.controllers.values()), None)
             self.controllers[key] = Controller(self.shapes, dict(self.times[key]))
@@ -512,6 +513,8 @@ class _Scratch:
         length = loop.calibration_length
         for t, value in ((r.prefix_len, length), (r.draft_len, length), (r.remaining, 1 << 20), (r.root, 1)):
             t.fill_(value)
+        if loop.state.pair_count is not None:  # the pairs of running requests would be appended behind the scratch pages
+            loop.state.pair_count.zero_()
 
     def __exit__(self, *_) -> None:
         for t, value in zip(self.tensors, self.saved):

@@ -22,7 +22,7 @@ WIDE = 64       # weight rows of a program
 DEEP = 128      # of K at a time
 STAGES = 6
 OVERLAP = gdc_wait is not None  # programmatic dependent launch
-AHEAD = 8       # lines of 128 bytes of every weight row that a launch asks for before it waits: a power of two, or 0
+AHEAD = 8       # lines of 128 bytes of every weight row that a launch asks for before it waits: a power of two
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -40,9 +40,8 @@ def _product_kernel(x, weight, out, squares_in, parts, scale_next, scaled, squar
     x_at = x + r[None, :] * inner + k[:, None]
     if OVERLAP:
         gdc_launch_dependents()  # every launch waits for the whole one before it, so the next may write what this one's predecessor read
-        if AHEAD > 0:
-            line = (weight + n.to(tl.int64)[:, None] * inner + (tl.arange(0, AHEAD) * 64)[None, :]).to(tl.int64)
-            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1)
+        line = (weight + n.to(tl.int64)[:, None] * inner + (tl.arange(0, AHEAD) * 64)[None, :]).to(tl.int64)
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1)
         gdc_wait()
     if FACTOR:  # what stands after the sums is on its way during them
         p = tl.arange(0, PARTS)
@@ -54,7 +53,7 @@ def _product_kernel(x, weight, out, squares_in, parts, scale_next, scaled, squar
         scale = tl.load(scale_next + n)
     acc = tl.zeros((BN, BR), tl.float32)
     for j in tl.range(0, inner, BK, num_stages=STAGES):
-        w = tl.load(w_at + j, cache_modifier=".cg", eviction_policy="evict_first")
+        w = tl.load(w_at + j, eviction_policy="evict_first")
         v = tl.load(x_at + j, mask=r[None, :] < rows, other=0.0)
         acc = tl.dot(w, v, acc)
     if FACTOR:
@@ -86,15 +85,15 @@ def _scale_kernel(x, scale, scaled, squares, columns, BR: tl.constexpr, BLOCK: t
     tl.store(squares + row, tl.sum(h * h, 0))
 
 
-class Normed:
+class DeferredNorm:
     """Rows before an RMSNorm: h * norm [R, H] rounded, and sums of squares of h in `parts` pieces, float32 [pieces, 16]."""
 
     def __init__(self, rows: int, columns: int, like: torch.Tensor) -> None:
         self.scaled = torch.empty(rows, columns, dtype=like.dtype, device=like.device)
-        self.squares = torch.empty(max(1, columns // WIDE), ROWS, dtype=torch.float32, device=like.device)
+        self.squares = torch.empty(columns // WIDE, ROWS, dtype=torch.float32, device=like.device)
         self.parts = self.squares.shape[0]
 
-    def of(self, h: torch.Tensor, norm: torch.Tensor) -> "Normed":
+    def of(self, h: torch.Tensor, norm: torch.Tensor) -> "DeferredNorm":
         """Filled from h [R, H] itself, one launch."""
         columns = h.shape[1]
         _scale_kernel[(h.shape[0],)](h, norm, self.scaled, self.squares, columns, BR=ROWS, BLOCK=triton.next_power_of_2(columns), num_warps=8)
@@ -103,20 +102,21 @@ class Normed:
 
 
 def fits(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """Whether `product` takes these: at most 16 rows, 16-bit, sizes that its tiles divide, shared memory for its stages."""
-    return (torch.cuda.get_device_capability(x.device)[0] in (9, 10) and x.dtype in (torch.bfloat16, torch.float16) and 0 < x.shape[0] <= ROWS and x.is_contiguous()
+    """Whether `product` takes these: at most 16 rows of bfloat16 (they are rounded before the RMSNorm's factor: float16 could overflow), sizes
+    that its tiles divide, shared memory for its stages."""
+    return (torch.cuda.get_device_capability(x.device)[0] in (9, 10) and x.dtype is torch.bfloat16 and 0 < x.shape[0] <= ROWS and x.is_contiguous()
             and all(w.dtype is x.dtype and w.is_contiguous() and w.shape[0] % WIDE == 0 and w.shape[1] % DEEP == 0 for w in weights))
 
 
-def product(x: "torch.Tensor | Normed", weight: torch.Tensor, *, out: Optional[torch.Tensor] = None, add: bool = False, silu: bool = False,
-            eps: float = 0.0, then: Optional[Normed] = None, norm: Optional[torch.Tensor] = None) -> torch.Tensor:
+def product(x: "torch.Tensor | DeferredNorm", weight: torch.Tensor, *, out: Optional[torch.Tensor] = None, add: bool = False, silu: bool = False,
+            eps: float = 0.0, then: Optional[DeferredNorm] = None, norm: Optional[torch.Tensor] = None) -> torch.Tensor:
     """x [R, K] @ weight [N, K].T, fp32 sums, rounded once.
 
-    x: Normed: RMSNorm of it. add: out += product. silu: out [R, N/2] = silu(first half) * second half. then, norm: `then` becomes what
+    x: DeferredNorm: RMSNorm of it. add: out += product. silu: out [R, N/2] = silu(first half) * second half. then, norm: `then` becomes what
     the next RMSNorm with `norm` needs of out.
     """
-    normed = x if isinstance(x, Normed) else None
-    rows = (x if normed is None else x.scaled)
+    normed = x if isinstance(x, DeferredNorm) else None
+    rows = x if normed is None else x.scaled
     outer, inner = weight.shape
     if out is None:
         out = torch.empty(rows.shape[0], outer // 2 if silu else outer, dtype=rows.dtype, device=rows.device)

@@ -8,8 +8,6 @@ from typing import Optional
 
 import torch
 
-from .. import _triton
-
 FEW_ROWS = 16    # torch's product takes as long for one row as for 128
 LARGEST = 448.0  # of float8_e4m3fn
 
@@ -32,7 +30,7 @@ class Fp8Weight:
     def product(self, x: "torch.Tensor | tuple", bias: Optional[torch.Tensor] = None) -> torch.Tensor:
         """x [R, K] (or its (values, scales) of `quantised`) @ weight.T + bias, in the weight's old dtype."""
         values, scale = quantised(x) if isinstance(x, torch.Tensor) else x
-        if values.is_cuda and values.shape[0] <= FEW_ROWS and _triton.installed():
+        if values.shape[0] <= FEW_ROWS and _fused(values):
             from .fp8_triton import few_rows_product
             y = few_rows_product(values, scale, self.data, self.scale, self.dtype)
         elif values.is_cuda:

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .fp8 import FEW_ROWS
+
 
 @triton.jit
 def _store_quantised(v, inside, out, scales, row, columns, i):
@@ -97,6 +99,6 @@ def few_rows_product(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tenso
     out = torch.empty(rows, outer, dtype=dtype, device=x.device)
     if rows:
         wide, deep = 64, 256 if inner % 256 == 0 else 128
-        _few_rows_kernel[(triton.cdiv(outer, wide),)](x, x_scale, weight, w_scale, out, rows, outer, inner, BR=16, BN=wide, BK=deep,
+        _few_rows_kernel[(triton.cdiv(outer, wide),)](x, x_scale, weight, w_scale, out, rows, outer, inner, BR=FEW_ROWS, BN=wide, BK=deep,
                                                       STAGES=5, EVEN=outer % wide == 0 and inner % deep == 0, num_warps=4)
     return out

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import _triton
+from ..linear.skinny_linear import MAX_INNER
 from .fp8 import Fp8Weight, rms_norm_quantised, silu_mul_quantised
 
 # On x86 float32 GEMM with 2..6 rows is up to 2.5 times slower as [rows, K] x [K, N] than as [N, K] x [K, rows]: only the
@@ -32,8 +33,8 @@ def fused(x: torch.Tensor) -> bool:
 
 
 def few_rows(x: torch.Tensor, *weights) -> bool:
-    """Whether products of x run in models/few_rows_triton.py: at most 16 rows on sm_90 or sm_100, weights more than 2048 wide."""
-    if not fused(x) or any(isinstance(w, Fp8Weight) or w.shape[1] <= 2048 for w in weights):
+    """Whether products of x run in models/few_rows_triton.py: at most 16 rows of bfloat16 on sm_90 or sm_100, weights too wide for skinny_linear."""
+    if not fused(x) or any(isinstance(w, Fp8Weight) or w.shape[1] <= MAX_INNER for w in weights):
         return False
     from .few_rows_triton import fits
     return fits(x, *weights)

@@ -95,25 +95,29 @@ class LlamaModel:
             return self._forward_skinny(h, batch, cache, aux, aux_layers), aux
         if self._few_rows(h):
             return self._forward_few_rows(h, batch, cache, aux, aux_layers), aux
-        x = norm_before(self.layers[0].qkv, h, self.layers[0].input_norm, eps)
+        x, workspace = norm_before(self.layers[0].qkv, h, self.layers[0].input_norm, eps), None
         for i, w in enumerate(self.layers):
             self._keep_aux(aux, aux_layers, i, h)
             qkv = linear(x, w.qkv, w.qkv_bias)
-            q, k, v = qkv.view(rows, -1, c.head_dim).split(heads, dim=1)
-            k_cache, v_cache = cache.k[i], cache.v[i]
-            rope_append(q, k, v, batch.positions, batch.slots, self.cos_sin, k_cache, v_cache, q_norm=w.q_norm,
-                        k_norm=w.k_norm, eps=eps)
-            if i == 0:
-                workspace = workspace_for(q, k_cache, batch.prefix_len.shape[0])
-            a = tree_attention(q, k_cache, v_cache, batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
-                               row_base=batch.row_base, schedule=batch.schedule, workspace=workspace)
-            x = self._add_norm(h, a.view(rows, -1), w.o, w.o_bias, w.post_norm, w.gate_up, self.split_heads, self.prefetch[i][0])
+            a, workspace = self._attention(i, qkv, batch, cache, workspace)
+            x = self._add_norm(h, a, w.o, w.o_bias, w.post_norm, w.gate_up, self.split_heads, self.prefetch[i][0])
             gate_up = linear(x, w.gate_up, w.gate_up_bias)
             x = silu_mul_before(w.down, gate_up)
             after, product = (self.layers[i + 1].input_norm, self.layers[i + 1].qkv) if i + 1 < c.num_layers else (self.norm, self.lm_head_weight)
             x = self._add_norm(h, x, w.down, w.down_bias, after, product, self.comm is not None, self.prefetch[i][1])
         self._keep_aux(aux, aux_layers, c.num_layers, h)
         return x, aux
+
+    def _attention(self, i: int, qkv: torch.Tensor, batch: ForwardBatch, cache: KVCache, workspace: Optional[torch.Tensor]) -> tuple:
+        """RoPE, append and attention of merged rows: ([R, Hq D], the workspace, which the first layer makes)."""
+        c, w, k_cache, v_cache = self.config, self.layers[i], cache.k[i], cache.v[i]
+        q, k, v = qkv.view(qkv.shape[0], -1, c.head_dim).split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+        rope_append(q, k, v, batch.positions, batch.slots, self.cos_sin, k_cache, v_cache, q_norm=w.q_norm, k_norm=w.k_norm, eps=c.rms_norm_eps)
+        if workspace is None:
+            workspace = workspace_for(q, k_cache, batch.prefix_len.shape[0])
+        a = tree_attention(q, k_cache, v_cache, batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask, row_base=batch.row_base,
+                           schedule=batch.schedule, workspace=workspace)
+        return a.view(qkv.shape[0], -1), workspace
 
     def _skinny(self, h: torch.Tensor) -> bool:
         w = self.layers[0]
@@ -133,7 +137,7 @@ class LlamaModel:
         new = lambda width: torch.empty(rows, width, dtype=h.dtype, device=h.device)  # noqa: E731
         q, act = new(c.num_heads * c.head_dim).view(rows, -1, c.head_dim), new(c.intermediate_size)
         a = torch.empty_like(q)
-        heads, mode = (c.num_heads, c.num_kv_heads, c.num_kv_heads), dict(exact=True) if batch.exact else dict(settled=True)
+        heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
         workspace = (attention_workspace.exact_workspace_for(q, cache.k[0], batch.page_table) if batch.exact
                      else workspace_for(q, cache.k[0], batch.prefix_len.shape[0]))
         self._keep_aux(aux, aux_layers, 0, h)
@@ -148,7 +152,7 @@ class LlamaModel:
                 rope_append(q, k, v, batch.positions, batch.slots, self.cos_sin, k_cache, v_cache, q_norm=w.q_norm,
                             k_norm=w.k_norm, eps=eps)
             tree_attention(q, k_cache, v_cache, batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
-                           row_base=batch.row_base, schedule=batch.schedule, workspace=workspace, out=a, **mode)
+                           row_base=batch.row_base, schedule=batch.schedule, workspace=workspace, out=a, exact=batch.exact, settled=True)
             skinny_linear(a.view(rows, -1), w.o, out=h, kind=ADD)
             skinny_linear(h, w.gate_up, bias=w.gate_up_bias, norm=w.post_norm, out=act, eps=eps, kind=SILU_MUL)
             places = self._aux_places(aux, aux_layers, i + 1)
@@ -165,20 +169,14 @@ class LlamaModel:
     def _forward_few_rows(self, h: torch.Tensor, batch: ForwardBatch, cache: KVCache, aux: Optional[torch.Tensor],
                           aux_layers: tuple) -> torch.Tensor:
         """The same network for large weights and few rows in six launches per layer: norms, residual adds and SiLU-mul ride on the products."""
-        from .few_rows_triton import Normed, product
+        from .few_rows_triton import DeferredNorm, product
         c, rows, eps = self.config, h.shape[0], self.config.rms_norm_eps
-        heads, ready = (c.num_heads, c.num_kv_heads, c.num_kv_heads), [Normed(rows, h.shape[1], h) for _ in range(2)]
+        ready, workspace = [DeferredNorm(rows, h.shape[1], h) for _ in range(2)], None
         x = ready[0].of(h, self.layers[0].input_norm)
         self._keep_aux(aux, aux_layers, 0, h)
         for i, w in enumerate(self.layers):
-            q, k, v = product(x, w.qkv, eps=eps).view(rows, -1, c.head_dim).split(heads, dim=1)
-            k_cache, v_cache = cache.k[i], cache.v[i]
-            rope_append(q, k, v, batch.positions, batch.slots, self.cos_sin, k_cache, v_cache, q_norm=w.q_norm, k_norm=w.k_norm, eps=eps)
-            if i == 0:
-                workspace = workspace_for(q, k_cache, batch.prefix_len.shape[0])
-            a = tree_attention(q, k_cache, v_cache, batch.cu_nodes, batch.prefix_len, batch.page_table, mask=batch.mask,
-                               row_base=batch.row_base, schedule=batch.schedule, workspace=workspace)
-            product(a.view(rows, -1), w.o, out=h, add=True, then=ready[1], norm=w.post_norm)
+            a, workspace = self._attention(i, product(x, w.qkv, eps=eps), batch, cache, workspace)
+            product(a, w.o, out=h, add=True, then=ready[1], norm=w.post_norm)
             act = product(ready[1], w.gate_up, silu=True, eps=eps)
             after = self.layers[i + 1].input_norm if i + 1 < c.num_layers else None
             product(act, w.down, out=h, add=True, then=None if after is None else ready[0], norm=after)

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // csrc/algo/attention_plan.h on the host, for tests/algo/test_attention_plan.py. Reads numbers, writes numbers.
 #include "algo/mla_plan.h"
+#include "algo/short_plan.h"
 
 #include <cstdio>
 #include <cstring>
@@ -97,6 +98,12 @@ static void clusters() {
     while (std::scanf("%lld %lld %lld", &batch, &capacity, &major) == 3) std::printf("%d\n", clusters_pay(batch, capacity, static_cast<int>(major)));
 }
 
+// block rows batch group -> whether one block per kv head takes a settled prefix
+static void block() {
+    long long rows, batch, group;
+    while (std::scanf("%lld %lld %lld", &rows, &batch, &group) == 3) std::printf("%d\n", block_attention(rows, batch, group));
+}
+
 // mla rows batch heads capacity sms max_smem sm90 -> choice
 static void mla() {
     long long a[7];
@@ -113,6 +120,7 @@ int main(int argc, char** argv) {
     else if (!std::strcmp(argv[1], "pieces")) pieces();
     else if (!std::strcmp(argv[1], "cut")) cut();
     else if (!std::strcmp(argv[1], "clusters")) clusters();
+    else if (!std::strcmp(argv[1], "block")) block();
     else if (!std::strcmp(argv[1], "mla")) mla();
     else return 2;
     return 0;

@@ -88,6 +88,11 @@ def test_only_short_page_tables_get_clusters(driver):
     assert driver("clusters", [" ".join(map(str, c)) for c in cases]) == [str(v) for v in cases.values()]
 
 
+def test_only_few_rows_of_a_kv_head_go_to_one_block(driver):
+    cases = {(8, 1, 4): 1, (11, 1, 3): 0, (10, 1, 3): 1, (33, 1, 1): 0, (32, 4, 4): 1, (33, 4, 4): 0, (0, 0, 4): 0}
+    assert driver("block", [" ".join(map(str, c)) for c in cases]) == [str(v) for v in cases.values()]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_launches_fit_the_device(driver, device):
     sms, kib = DEVICES[device]

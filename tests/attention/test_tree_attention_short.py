@@ -96,22 +96,28 @@ def test_settled_reads_what_the_launch_before_wrote():
     positions, cos_sin, q = slots.int(), torch.randn(512, d, device="cuda"), new(rows, heads, d)
     outs, inputs = torch.zeros(8, rows, heads, d, dtype=BF16, device="cuda"), new(8, rows, width)
 
-    def chain(settled: bool) -> None:
+    def chain(wait: bool) -> None:
+        done = torch.cuda.synchronize if wait else lambda: None
         for i in range(8):
             x.copy_(inputs[i])
-            skinny_qkv(x, weight, positions, slots, cos_sin, q, k, v, settled=settled)
-            tree_attention(q, k, v, cu, length, table, out=outs[i], settled=settled)
+            done()
+            skinny_qkv(x, weight, positions, slots, cos_sin, q, k, v, settled=True)
+            done()
+            tree_attention(q, k, v, cu, length, table, out=outs[i], settled=True)
+            done()
 
     cu, length = i32(0, rows), i32(prefix)
     chain(True)
-    torch.cuda.synchronize()
     want = outs.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain(True)
+        chain(False)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(250):
         outs.zero_()
         graph.replay()
         wrong += (outs != want).any().long()
     assert int(wrong) == 0 and not torch.equal(want[0], want[1])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        chain(True)
+    assert sum("tree_attention_block_kernel" in e.name for e in profile.events()) == 8

@@ -1,7 +1,6 @@
 """On a GPU: replays with changing input, two graphs, two communicators, and ranks as processes that die or stop."""
 
 import os
-import re
 import signal
 import time
 
@@ -143,7 +142,7 @@ def _lose_a_peer(rank: int, world: int, ports: tuple, transport: str, how: int) 
 def _lose_a_peer_at_work(rank: int, world: int, ports: tuple, transport: str, started) -> None:
     """All ranks replay a graph over and over; the parent kills one in the middle of it."""
     device = _setup(rank, world, ports[0])
-    comm = Communicator(device=device, backend=transport, max_bytes=1 << 16, deadline=8.0)  # three ranks and other tests take turns on one GPU
+    comm = Communicator(device=device, backend=transport, max_bytes=1 << 16, deadline=3.0)
     x = torch.ones(20000, device=device, dtype=torch.bfloat16)
     all_reduce(x, comm)
     graph = torch.cuda.CUDAGraph()
@@ -158,8 +157,7 @@ def _lose_a_peer_at_work(rank: int, world: int, ports: tuple, transport: str, st
         try:
             comm.check()
         except CommunicatorError as error:
-            named = re.search(r"rank\(s\) \[([0-9, ]+)\] did not come", str(error))  # a survivor that stopped because of it may be among them
-            assert named and str(world - 1) in named[1].split(", ") and out.isnan().any(), error
+            assert f"[{world - 1}] did not come" in str(error) and out.isnan().any()
             comm.close()
             del graph
             _rejoin(rank, world - 1, ports[1], transport)

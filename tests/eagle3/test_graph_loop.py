@@ -7,7 +7,7 @@ import torch
 
 from fastverify import GraphDecoder, NgramDrafter, SamplingParams, load_draft, load_target
 from fastverify.eagle3.cycle import PAIRS, CatchUp
-from fastverify.eagle3.graph_loop import GraphLoop
+from fastverify.eagle3.graph_loop import GraphLoop, _Scratch
 from fastverify.eagle3.shapes import OFF, parse_shape
 from loop_checks import DATA, PROMPTS, VOCAB, assert_same_text, decoder, golden, plain_text, rows_of, slots_of
 from test_decode import SAMPLINGS
@@ -134,10 +134,26 @@ def test_a_slow_draft_costs_little_while_plain(monkeypatch):
     monkeypatch.setattr(CatchUp, "run", lambda self: (calls.append(1), real(self)))
     made = loop("off,chain-2", max_batch=1, max_length=256)
     made.controller = lambda batch, processors=False, c=Alternating(made.shapes, 10**6): c
-    job = made.submit(PROMPTS[2], 168)
+    job = made.submit(PROMPTS[2], PAIRS + 44)
     for _ in made.run():
         pass
-    assert len(job.tokens) == 168 and calls and 2 * len(calls) <= 0.02 * 168
+    assert len(job.tokens) == PAIRS + 44 and len(calls) == 1 and 2 <= 0.02 * PAIRS
+
+
+def test_a_new_bucket_leaves_the_drafts_cache_alone():
+    """What is tried on scratch pages while a request holds pairs of plain cycles: its pages, and all others but those, stay as they are."""
+    made = loop("off,chain-2", max_batch=2, max_length=512)
+    made.controller = lambda batch, processors=False, c=Alternating(made.shapes, 10**6): c
+    made.submit(PROMPTS[2], 120)
+    for _ in range(90):
+        made.step()
+    held, cache = made.state.pair_count.clone(), made.state.draft_cache
+    pages = [p for p in range(cache.k.shape[1]) if p not in set(made.scratch)]
+    before = [t[:, pages].clone() for t in (cache.k, cache.v)]
+    with _Scratch(made, 2):
+        CatchUp(made.draft, made.state, 2).run()
+    assert int(held.max()) > 60 and torch.equal(made.state.pair_count, held)
+    assert all(torch.equal(t[:, pages].nan_to_num(), b.nan_to_num()) for t, b in zip((cache.k, cache.v), before))
 
 
 def test_caught_up_drafts_are_those_of_the_host_loop():

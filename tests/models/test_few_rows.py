@@ -27,13 +27,13 @@ def draw(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 5, 16])
 @pytest.mark.parametrize("hidden,inner", [(256, 384)] if INTERPRETED else [(4096, 6400), (2176, 14336)])
 def test_a_chain_of_products(rows, hidden, inner):
-    """norm -> gate/up with SiLU-mul -> down onto the residual -> norm -> product: each within one rounding of float32."""
-    from fastverify.models.few_rows_triton import Normed, product
+    """norm -> gate/up with SiLU-mul -> down onto the residual -> norm -> product: each within bfloat16's rounding of inputs and result."""
+    from fastverify.models.few_rows_triton import DeferredNorm, product
     torch.manual_seed(rows)
     x, first, second = draw(rows, hidden).to(BF16), (1 + 0.1 * draw(hidden)).to(BF16), (1 + 0.1 * draw(hidden)).to(BF16)
     gate_up, down = (draw(2 * inner, hidden) / hidden**0.5).to(BF16), (draw(hidden, inner) / inner**0.5).to(BF16)
-    h, after = x.clone(), Normed(rows, hidden, x)
-    act = product(Normed(rows, hidden, x).of(h, first), gate_up, silu=True, eps=1e-5)
+    h, after = x.clone(), DeferredNorm(rows, hidden, x)
+    act = product(DeferredNorm(rows, hidden, x).of(h, first), gate_up, silu=True, eps=1e-5)
     gate, up = (F.rms_norm(x.float(), (hidden,), first.float(), 1e-5) @ gate_up.float().t()).chunk(2, dim=1)
     torch.testing.assert_close(act.float(), F.silu(gate) * up, rtol=2e-2, atol=3e-2)
     product(act, down, out=h, add=True, then=after, norm=second)
@@ -42,7 +42,7 @@ def test_a_chain_of_products(rows, hidden, inner):
     y = product(after, gate_up, eps=1e-5).float()
     torch.testing.assert_close(y, F.rms_norm(h.float(), (hidden,), second.float(), 1e-5) @ gate_up.float().t(), rtol=2e-2, atol=4e-2)
     assert torch.equal(product(after, gate_up, eps=1e-5).float(), y)
-    fewer = Normed(1, hidden, x)
+    fewer = DeferredNorm(1, hidden, x)
     fewer.scaled.copy_(after.scaled[:1])
     fewer.squares.copy_(after.squares)
     fewer.parts = after.parts
@@ -50,7 +50,7 @@ def test_a_chain_of_products(rows, hidden, inner):
 
 
 @pytest.mark.gpu
-def test_a_network_and_its_features(monkeypatch):
+def test_a_network(monkeypatch):
     """Against the same network without these products, in bfloat16."""
     from fastverify.eagle3.graph_loop import GraphLoop
     from fastverify.eagle3.shapes import OFF
@@ -68,10 +68,10 @@ def test_a_network_and_its_features(monkeypatch):
             pass
         assert len(job.tokens) == 3
         found.append(seen[0])
-    assert float((found[0] - found[1]).abs().max()) < 0.05 * float(found[1].std()) * 4 and not torch.equal(*found)
+    assert float((found[0] - found[1]).abs().max()) < 0.2 * float(found[1].std()) and not torch.equal(*found)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="a GPU runs test_a_network_and_its_features")
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU runs test_a_network")
 @pytest.mark.parametrize("aux", [(), (0, 1, 3), (2, 2)])
 def test_a_small_network(monkeypatch, aux):
     """Every wire of the six-launch form, in float32: hidden rows, the draft's features, K and V."""
