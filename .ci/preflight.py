@@ -79,7 +79,7 @@ def main() -> int:
         missing.append("Python's venv module")
         packages.append(f"{python}-venv")
 
-    need = (12 if gpu else 4) * GIB  # torch for CUDA brings 6 GB of libraries; for the CPU 0.8 GB
+    need = (12 if gpu else 4) * GIB  # torch for CUDA brings 6 GB of libraries; for the CPU 0.8 GB (install_torch.sh looks again if it has none)
     free = shutil.disk_usage(".").free
     if free < need:
         missing.append(f"disk: {need // GIB} GiB are needed here, {free / GIB:.1f} GiB are free")

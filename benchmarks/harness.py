@@ -241,6 +241,16 @@ def numbers(text: str) -> list:
     return found
 
 
+def names(*allowed: str) -> Callable:
+    """An argparse type: "peer,host" -> ["peer", "host"], each of `allowed`."""
+    def parse(text: str) -> list:
+        found = text.split(",")
+        if wrong := [n for n in found if n not in allowed]:
+            raise argparse.ArgumentTypeError(f"must be of {','.join(allowed)}; got {wrong[0]}")
+        return found
+    return parse
+
+
 def with_axes(args: argparse.Namespace, shapes: Sequence, names: Sequence[str] = ()) -> list:
     """The shapes to measure: `shapes` with every axis of the command line put in, each combination once; two under --quick.
 

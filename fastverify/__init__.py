@@ -33,7 +33,14 @@ def __getattr__(name: str):
     """Public names are imported when first used, so that `import fastverify` stays cheap."""
     if name not in _WHERE:
         raise AttributeError(f"module 'fastverify' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
+    try:
+        module = importlib.import_module(f".{_WHERE[name]}", __name__)
+    except ModuleNotFoundError as exc:
+        if exc.name != "torch":
+            raise
+        raise ModuleNotFoundError(f"fastverify: torch must be installed for {name}; got none. Fix: pip install 'torch>=2.10'.",
+                                  name="torch") from exc
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

@@ -11,6 +11,8 @@ _HERE = Path(__file__).resolve().parent
 _load_error: "Exception | None" = None
 
 try:
+    if not any(_HERE.glob("_C*.so")):  # the finder of an editable install elsewhere would hand out that one's
+        raise ImportError(f"no _C in {_HERE}")
     from . import _C  # noqa: F401  (importing it registers torch.ops.fastverify.*)
 except ImportError as exc:
     _load_error = exc

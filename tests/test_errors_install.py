@@ -147,10 +147,10 @@ def configure(tmp_path):
     if cmake is None or not (shutil.which("c++") or shutil.which("g++")):
         pytest.skip("needs cmake and a C++ compiler")
 
-    def run(*options: str) -> tuple:
+    def run(*options: str, **env: str) -> tuple:
         done = subprocess.run([cmake, "-S", str(ROOT), "-B", str(tmp_path / "build"), f"-DPython_EXECUTABLE={sys.executable}",
                                f"-DFASTVERIFY_OUTPUT_DIR={tmp_path}", *options], text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT)
+                              stderr=subprocess.STDOUT, env=os.environ | env)
         return done.returncode, " ".join(done.stdout.split())
     return run
 
@@ -158,8 +158,25 @@ def configure(tmp_path):
 def test_cmake_says_once_that_there_is_no_cuda(configure, tmp_path):
     code, text = configure("-DFASTVERIFY_NO_CUDA=ON")
     assert code == 0, text
-    assert text.count("fastverify: no nvcc (or FASTVERIFY_NO_CUDA is set)") == 1
+    assert text.count("fastverify: FASTVERIFY_NO_CUDA is set: CPU ops only") == 1
     assert '"cuda": null' in (tmp_path / "build_info.json").read_text()
+
+
+def test_nvcc_that_is_not_on_path(configure, tmp_path):
+    """A CUDA toolkit whose bin/ nobody put on PATH gives a CUDA build, also in a folder where an earlier run found no nvcc that works."""
+    nvcc = shutil.which("nvcc")
+    tools = "/usr/bin:/bin"
+    if nvcc is None or shutil.which("nvcc", path=tools) or not shutil.which("c++", path=tools):
+        pytest.skip("needs an nvcc on PATH that is not in /usr/bin, and a C++ compiler that is")
+    (tmp_path / "broken/bin").mkdir(parents=True)
+    (tmp_path / "broken/bin/nvcc").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "broken/bin/nvcc").chmod(0o755)
+    root = subprocess.run([nvcc, "-dryrun", "x.cu"], capture_output=True, text=True).stderr
+    root = re.search(r"^#\$ TOP=(.+)$", root, re.M)[1]
+    code, text = configure(PATH=tools, CUDA_HOME=str(tmp_path / "broken"), CUDA_PATH="")
+    assert code == 0 and "no nvcc that works on PATH, in CUDA_HOME or in /usr/local/cuda: CPU ops only" in text, text
+    code, text = configure("-DFASTVERIFY_NVCC=", "-DFASTVERIFY_CUDA_ARCHS=90", PATH=tools, CUDA_HOME=root, CUDA_PATH="")
+    assert code == 0 and '"cuda": "' in (tmp_path / "build_info.json").read_text(), text
 
 
 def test_cmake_refuses_a_folder_that_is_not_torch(configure):

@@ -93,10 +93,7 @@ def test_loop_example(capsys):
     target = demo_target_path()
     if target is None:
         pytest.skip("demo model not here: run `fastverify fetch-demo`")
-    import fastverify
-    draft = Path(fastverify.__file__).parent / "data/smollm2-135m-instruct-eagle3"
-    code = example("loop").replace("SmolLM2-135M-Instruct.Q4_1.gguf", str(target))
-    code = code.replace("fastverify/data/smollm2-135m-instruct-eagle3", str(draft)).replace("=128", "=24")
+    code = example("loop").replace("fetch_demo()", repr(str(target))).replace("=128", "=24")
     space = {}
     exec(code, space)
     assert 1 <= len(space["result"].tokens[0]) <= 24 and space["result"].stats.tau >= 1.0

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness import Bench, Timing, options, summary
+from harness import Bench, Timing, names, numbers, options, summary
 
 from fastverify import Communicator, all_reduce, all_reduce_rms_norm
 
@@ -151,9 +151,9 @@ def worker(rank: int, args, port: int) -> None:
 if __name__ == "__main__":
     parser = options("all_reduce of real ranks against NCCL")
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--rows", type=lambda s: [int(v) for v in s.split(",")], default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--transports", type=lambda s: s.split(","), default=["peer", "host"])
+    parser.add_argument("--transports", type=names("peer", "host"), default=["peer", "host"])
     parser.add_argument("--same-gpu", action="store_true", help="all ranks on GPU 0; start nvidia-cuda-mps-control first")
     parser.add_argument("--no-nccl", action="store_true")
     arguments = parser.parse_args()

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_all_reduce import EPS, Rank, free_port, join
-from harness import Bench, options
+from harness import Bench, names, numbers, options
 
 from fastverify import Communicator, all_reduce, all_reduce_rms_norm
 
@@ -65,9 +65,9 @@ def worker(rank: int, args, port: int) -> None:
 if __name__ == "__main__":
     parser = options("forms of all_reduce_rms_norm")
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--rows", type=lambda s: [int(v) for v in s.split(",")], default=[1, 4, 16])
+    parser.add_argument("--rows", type=numbers, default=[1, 4, 16])
     parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--transports", type=lambda s: s.split(","), default=["peer", "host"])
+    parser.add_argument("--transports", type=names("peer", "host"), default=["peer", "host"])
     parser.add_argument("--same-gpu", action="store_true", help="all ranks on GPU 0; start nvidia-cuda-mps-control first")
     arguments = parser.parse_args()
     mp.spawn(worker, (arguments, free_port()), nprocs=arguments.world)

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench_all_reduce import EPS, Rank, free_port, join
-from harness import COLD_L2S, Bench, options
+from harness import COLD_L2S, Bench, numbers, options
 
 from fastverify import Communicator, all_reduce_rms_norm
 from fastverify.comm.all_reduce_rms_norm import prefetch_table
@@ -79,7 +79,7 @@ if __name__ == "__main__":
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--outs", type=lambda s: [int(v) for v in s.split(",")], default=[512, 1024, 2112])
+    parser.add_argument("--outs", type=numbers, default=[512, 1024, 2112])
     parser.add_argument("--transport", default="peer")
     parser.add_argument("--same-gpu", action="store_true", help="all ranks on GPU 0; start nvidia-cuda-mps-control first")
     arguments = parser.parse_args()

@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from harness import options
+from harness import names, options
 from ranks import Rank, spawn
 
 from fastverify import Communicator, all_reduce
@@ -108,6 +108,6 @@ if __name__ == "__main__":
     parser = options("eager calls of two ranks, one by one")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--calls", type=int, default=2000)
-    parser.add_argument("--backends", type=lambda s: s.split(","), default=["peer"])
+    parser.add_argument("--backends", type=names("peer", "host", "nccl"), default=["peer"])
     arguments = parser.parse_args()
     spawn(body, arguments, arguments.world)

@@ -2,7 +2,6 @@
 
 import gc
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -15,7 +14,7 @@ from fastverify.cli.difference import first_difference
 from fastverify.cli.prompts import OWN, read_prompts
 from fastverify.eagle3.shapes import parse_shape
 from fastverify.models.config import ModelConfig, Rope
-from fastverify.models.demo import demo_target_path
+from fastverify.models.demo import SHIPPED_DRAFT, demo_target_path
 from fastverify.models.dummy import dummy_draft
 from fastverify.models.llama import Layer, LlamaModel
 from fastverify.models.parallel import heads_of, prepare, shard, shard_layer, split_evenly
@@ -55,7 +54,7 @@ def smollm2(me: Rank, args, parts: tuple) -> None:
     ids = [tokenizer.apply_chat_template([{"role": "user", "content": p.text}]) for p in prompts[::len(prompts) // 4][:4]]
     dtype = torch.bfloat16 if me.cuda else torch.float32
     whole = load_target(path, dtype=dtype, device=me.device)
-    draft = load_draft(Path(fastverify.__file__).parent / "data" / "smollm2-135m-instruct-eagle3", whole, dtype=dtype, device=me.device)
+    draft = load_draft(SHIPPED_DRAFT, whole, dtype=dtype, device=me.device)
     trees = ("off", "tree-8", "tree-20")
     if "texts-smollm2" in parts:
         with communicator(me, args.loop_backends[0], whole.config.hidden_size) as comm:

@@ -29,7 +29,7 @@ import sections
 os.environ.update(sections.environment_for_ranks())
 
 import torch
-from harness import options, store
+from harness import names, numbers, options, store
 from ranks import spawn
 
 SECTIONS = ("sums", "peers", "without-p2p", "verifies", "loop", "linears", "resident", "one-card")
@@ -141,15 +141,15 @@ def run_world(args, world: int) -> None:
 def main() -> int:
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--world", type=int, action="append", help="instead of all GPUs, then 4, 3 and 2; may be repeated")
-    parser.add_argument("--rows", type=lambda s: [int(v) for v in s.split(",")], default=[1, 2, 4, 8, 16, 32, 64, 256])
-    parser.add_argument("--linear-rows", type=lambda s: [int(v) for v in s.split(",")], default=[8, 16, 64, 256, 1024, 4096])
+    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 256])
+    parser.add_argument("--linear-rows", type=numbers, default=[8, 16, 64, 256, 1024, 4096])
     parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--inner", type=lambda s: [int(v) for v in s.split(",")], default=[18432, 36864],
+    parser.add_argument("--inner", type=numbers, default=[18432, 36864],
                         help="columns of the row-parallel weights, over all ranks")
-    parser.add_argument("--over", type=lambda s: s.split(","), default=["peer", "host", "nccl"], help="transports of linears and verifies")
+    parser.add_argument("--over", type=names("peer", "host", "nccl"), default=["peer", "host", "nccl"], help="transports of linears and verifies")
     parser.add_argument("--sections", type=lambda s: s.split(","), default=list(SECTIONS),
                         help="in this order; linears:host, loop:cycles-70b+compare-70b and the like take parts of a section")
-    parser.add_argument("--loop-backends", type=lambda s: s.split(","), default=["auto", "host", "nccl"],
+    parser.add_argument("--loop-backends", type=names("auto", "peer", "host", "nccl"), default=["auto", "host", "nccl"],
                         help="communicators of the loop section: the first for texts, each for the times of cycles")
     parser.add_argument("--vocab", type=int, default=163840, help="of verifies")
     parser.add_argument("--peers-lib", help="benchmarks/comm/peers.cu built elsewhere; default: built here where FlashInfer is installed")
@@ -160,8 +160,6 @@ def main() -> int:
     args = parser.parse_args()
     if wrong := [s for s in args.sections if s.split(":")[0] not in SECTIONS]:
         parser.error(f"--sections must be of {','.join(SECTIONS)}; got {wrong[0]}")
-    if wrong := [b for b in args.loop_backends if b not in ("auto", "peer", "host", "nccl")]:
-        parser.error(f"--loop-backends must be of auto,peer,host,nccl; got {wrong[0]}")
     here = 2 if args.cpu else torch.cuda.device_count()
     if args.cpu:
         args.loop_backends, args.sections = args.loop_backends[:1], [s for s in args.sections if s.partition(":")[0] in REHEARSED]

@@ -23,7 +23,7 @@ import loop_peers  # noqa: E402
 from fastverify import GraphDecoder, SamplingParams, load_draft, load_target  # noqa: E402
 from fastverify.cli.difference import first_difference  # noqa: E402
 from fastverify.cli.report import merge  # noqa: E402
-from fastverify.cli.session import SHIPPED_DRAFT  # noqa: E402
+from fastverify.models.demo import SHIPPED_DRAFT  # noqa: E402
 from fastverify.eagle3.stats import distinct_ngram_ratio  # noqa: E402
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=1)

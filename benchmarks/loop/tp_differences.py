@@ -29,6 +29,7 @@ from fastverify.models.parallel import shard
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = (("off", {}), ("chain-3", {}), ("tree-8", {}), ("tree-20", {}), ("tree-8", dict(temperature=0.9, top_k=20, top_p=0.9, seed=3)),
         ("tree-8", dict(temperature=0.7, seed=5, repetition_penalty=1.2)))
+PAIRS = ("golden", "smollm2")
 GOLDEN_PROMPTS = [[1, 7, 42, 42, 7, 3, 9], [5, 6, 7, 8] * 5, [11], list(range(20, 60))]
 
 
@@ -38,15 +39,14 @@ def load(pair: str, device: str, dtype: torch.dtype) -> tuple:
         folder = ROOT / "tests" / "data" / "golden"
         target = load_target(folder / "target", dtype=dtype, device=device)
         return target, load_draft(folder / "draft", target), GOLDEN_PROMPTS
-    import fastverify
     from fastverify.cli.prompts import OWN, read_prompts
-    from fastverify.models.demo import demo_target_path
+    from fastverify.models.demo import SHIPPED_DRAFT, demo_target_path
     from fastverify.models.load import load_tokenizer
     path = demo_target_path()
     if path is None:
         raise SystemExit("tp_differences: the demo model must be there; got none. Fix: fastverify fetch-demo, or FASTVERIFY_DEMO_TARGET.")
     target, tokenizer = load_target(path, dtype=dtype, device=device), load_tokenizer(path)
-    draft = load_draft(Path(fastverify.__file__).parent / "data" / "smollm2-135m-instruct-eagle3", target)
+    draft = load_draft(SHIPPED_DRAFT, target)
     shipped = read_prompts(OWN)
     return target, draft, [tokenizer.apply_chat_template([{"role": "user", "content": p.text}]) for p in shipped[::len(shipped) // 6][:6]]
 
@@ -102,12 +102,14 @@ def one_rank(pair: str, device: str, dtype: torch.dtype, new: int) -> tuple:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", type=lambda s: [int(v) for v in s.split(",")], default=[2, 3])
-    parser.add_argument("--pair", type=lambda s: s.split(","), default=["golden", "smollm2"])
+    parser.add_argument("--pair", type=lambda s: s.split(","), default=list(PAIRS), help=",".join(PAIRS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--new", type=int, default=48, help="tokens per request")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if set(args.pair) - set(PAIRS):
+        parser.error(f"--pair must be of {', '.join(PAIRS)}; got {','.join(args.pair)}")
     dtype, results = getattr(torch, args.dtype), []
     for pair in args.pair:
         alone = one_rank(pair, args.device, dtype, args.new)

@@ -21,13 +21,13 @@ UNKNOWN_ROWS, ROW_SECONDS = 8, 0.4  # of an op that no stored result has; of a r
 # provider -> (distribution, what to do without it)
 PROVIDERS = {
     "fastverify, CUDA": ("", "build on a machine with nvcc, run on a GPU"),
-    "fastverify, Triton": ("triton", "pip install triton; a GPU"),
+    "fastverify, Triton": ("triton", "pip install triton; needs a GPU"),
     "fastverify, CPU": ("", ""),
     "torch": ("torch", "pip install torch"),
     "sglang-kernel": ("sglang-kernel", "pip install sglang-kernel; or SGL_KERNEL_LIBRARY=common_ops.abi3.so"),
-    "FlashInfer (fa2, XQA)": ("flashinfer-python", "pip install flashinfer-python; a GPU"),
-    "NCCL": ("", "torch with CUDA; two GPUs"),
-    "torch symmetric memory": ("", "torch with CUDA; two GPUs"),
+    "FlashInfer (fa2, XQA)": ("flashinfer-python", "pip install flashinfer-python; needs a GPU"),
+    "NCCL": ("", "needs two GPUs and a CUDA build of torch"),
+    "torch symmetric memory": ("", "needs two GPUs and a CUDA build of torch"),
 }
 
 
@@ -98,7 +98,7 @@ def providers() -> list:
             if distribution == "sglang-kernel" and not version and Path(os.environ.get("SGL_KERNEL_LIBRARY", "")).is_file():
                 version = "SGL_KERNEL_LIBRARY"
             if distribution in ("triton", "flashinfer-python") and version and not gpu:
-                version, fix = None, f"{version} is installed; a GPU"
+                version, fix = None, f"needs a GPU; {version} is installed"
         out.append((name, version, "" if version else fix))
     return out
 

@@ -47,6 +47,10 @@ def main(argv: "list | None" = None) -> int:
         _say(f"the package {exc.name} must be installed for this; got none. Fix: pip install {(exc.name or '').split('.')[0]} "
              "(fastverify doctor lists all that is missing).")
         return EXIT_USAGE
+    except ImportError as exc:
+        _debug()
+        _say(f"the libraries must load for this; got {exc}. Fix: fastverify doctor says what to do.")
+        return EXIT_USAGE
     except (ValueError, RuntimeError, OSError, MemoryError) as exc:
         _debug()
         _say(str(exc) or type(exc).__name__)

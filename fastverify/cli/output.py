@@ -67,10 +67,16 @@ class Output:
             self.line(cells, style="bold" if i == 0 else "")
 
     def table(self, header: list, rows: list, title: str = "", left: int = 1) -> None:
-        """header and rows of strings; the first `left` columns are aligned left, the others right. "" in a row: empty."""
+        """header and rows of strings; the first `left` columns are aligned left, the others right. "" in a row: empty.
+
+        Texts of several words wrap inside their column, names and numbers do not; where a terminal is too narrow for these, it
+        wraps whole lines of plain text: nothing is cut.
+        """
         if self.json_only:
             return
-        if not (self.out_terminal and self.rich):
+        columns = [[row[i] for row in [header, *rows]] for i in range(len(header))]
+        wraps = [any(" " in cell for cell in column[1:]) for column in columns]
+        if not (self.out_terminal and self.rich and self._fits(columns, wraps)):
             if title:
                 print(title)
             for cells in plain_table(header, rows, left):
@@ -81,10 +87,16 @@ class Output:
         from rich.table import Table
         table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
         for i, name in enumerate(header):
-            table.add_column(name, justify="left" if i < left else "right", no_wrap=i > 0)
+            table.add_column(name, justify="left" if i < left else "right", no_wrap=not wraps[i])
         for row in rows:
             table.add_row(*row)
         self._console().print(table, markup=False)
+
+    def _fits(self, columns: list, wraps: list) -> bool:
+        """Whether the terminal is wide enough for the longest cell of each column, or its longest word where it wraps."""
+        longest = [max(len(word) for cell in column for word in (cell.split() if wrap else [cell]) or [""])
+                   for column, wrap in zip(columns, wraps)]
+        return sum(longest) + 3 * len(columns) + 1 <= self._console().width  # a space on either side, a rule between
 
     # ---- stderr ------------------------------------------------------------------------------------------------------
 

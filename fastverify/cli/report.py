@@ -102,12 +102,13 @@ def compare_rows(plain: Stats, spec: Stats, plain_tokens: list, spec_tokens: lis
     against(plain, spec)
     both = lambda name, f: [name, f(plain), f(spec)]  # noqa: E731
     stage = lambda s, name: f"{s.ms[name] / max(1, steps(s)):.2f}"  # noqa: E731
+    staged = any(s.ms[name] for s in (plain, spec) for name in STAGES[:-1])  # a step in one piece has no times of its stages
     rows = [
         both("tok/s (decode)", lambda s: f"{s.tokens_per_second:.1f}"),
         both("tokens", lambda s: str(s.emitted)),
         both("steps", lambda s: str(steps(s))),
         both("ms per step", lambda s: f"{ms_per_step(s):.2f}"),
-        *([f"  {name}", stage(plain, name), stage(spec, name)] for name in STAGES),
+        *([f"  {name}", stage(plain, name), stage(spec, name)] for name in STAGES if staged),
         ["tau (accepted + 1)", "1.00", f"{spec.tau:.2f}"],
         ["break-even tau", "1.00", f"{spec.break_even:.2f}" if spec.break_even else "-"],
         ["accepted / drafted", "-", f"{spec.accepted}/{spec.drafted}"],

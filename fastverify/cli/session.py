@@ -1,6 +1,7 @@
 """Models, tokenizer and device of one command, loaded as the arguments say."""
 
 import argparse
+import os
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from ..eagle3.checkpoint import load_draft
 from ..eagle3.decode import Decoder
 from ..eagle3.graph_decode import GraphDecoder
 from ..eagle3.shapes import parse_shape
-from ..models.demo import demo_target_path
+from ..models.demo import SHIPPED_DRAFT, demo_target_path
 from ..models.hf import read_json
 from ..models.load import load_target, load_tokenizer
 from ..tree.ngram import NgramDrafter
@@ -22,7 +23,6 @@ from .ranks import local_device
 
 STEP_OPS = ("probe", "draft_topk", "grow_tree", "build_tree", "prepare_tree", "rope_append", "tree_attention", "verify_tree",
             "compact_kv")
-SHIPPED_DRAFT = Path(__file__).resolve().parent.parent / "data" / "smollm2-135m-instruct-eagle3"
 
 
 @dataclass
@@ -123,6 +123,10 @@ def _dummy(command: str, args: argparse.Namespace, out: Output, device: torch.de
 
 def _target_path(command: str, given: Optional[str]) -> Path:
     path = Path(given) if given else demo_target_path()
+    asked = os.environ.get("FASTVERIFY_DEMO_TARGET")
+    if path is None and asked:
+        raise ValueError(f"{command}: FASTVERIFY_DEMO_TARGET must name the demo model's file; got {asked}, which is no file. "
+                         "Fix: unset it (the model is then where `fastverify fetch-demo` puts it), or name the file.")
     if path is None:
         raise ValueError(f"{command}: the demo model must be on this machine; got none. Fix: run `fastverify fetch-demo` "
                          "(or pass --target PATH).")

@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
-REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "rich")
-OPTIONAL = {"triton": "Triton kernels", "matplotlib": "plots", "transformers": "the transformers integration"}
+REQUIRED = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "gguf")
+OPTIONAL = {"rich": "tables, colours and progress bars on a terminal", "triton": "Triton kernels", "matplotlib": "plots", "transformers": "the transformers integration"}
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_ALGO",
              "NCCL_PROTO", "NCCL_GRAPH_FILE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "FASTVERIFY_NCCL_LIB", "FASTVERIFY_CACHE")
 
@@ -73,7 +73,8 @@ def ask(code: str, seconds: float) -> dict:
     paths = [os.path.abspath(p) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(PACKAGE.parent), *paths]))
     try:  # from /: a source tree in the current folder must not stand in for this package
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds, env=env,
+        site = ["-S"] if sys.flags.no_site else []
+        done = subprocess.run([sys.executable, *site, "-c", code], capture_output=True, text=True, timeout=seconds, env=env,
                               stdin=subprocess.DEVNULL, cwd=os.sep)
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {seconds:g} s"}

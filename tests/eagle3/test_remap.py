@@ -9,7 +9,6 @@ from golden_drafts import GOLDEN, V, VD, command, config, ids_of, other_ids, ten
 from safetensors.torch import load_file, save_file
 
 from fastverify.cli.prompts import OWN, read_prompts
-from fastverify.cli.session import SHIPPED_DRAFT
 from fastverify.eagle3.checkpoint import load_draft
 from fastverify.eagle3.remap import remap_draft, remap_vocab
 from fastverify.eagle3.target_facts import read_target
@@ -18,7 +17,7 @@ from fastverify.eagle3.train_loss import teach, ttt_loss
 from fastverify.eagle3.train_net import Eagle3Draft, load_target
 from fastverify.eagle3.train_net import load_draft as load_trainable
 from fastverify.eagle3.train_run import remapped
-from fastverify.models.demo import demo_target_path
+from fastverify.models.demo import SHIPPED_DRAFT, demo_target_path
 from fastverify.models.load import load_tokenizer
 
 TARGET = GOLDEN / "target"
