@@ -175,7 +175,7 @@ def test_nvcc_that_is_not_on_path(configure, tmp_path):
     root = re.search(r"^#\$ TOP=(.+)$", root, re.M)[1]
     code, text = configure(PATH=tools, CUDA_HOME=str(tmp_path / "broken"), CUDA_PATH="")
     assert code == 0 and "no nvcc that works on PATH, in CUDA_HOME or in /usr/local/cuda: CPU ops only" in text, text
-    code, text = configure("-DFASTVERIFY_NVCC=", "-DFASTVERIFY_CUDA_ARCHS=90", PATH=tools, CUDA_HOME=root, CUDA_PATH="")
+    code, text = configure("-DFASTVERIFY_CUDA_ARCHS=90", PATH=tools, CUDA_HOME=root, CUDA_PATH="")
     assert code == 0 and '"cuda": "' in (tmp_path / "build_info.json").read_text(), text
 
 

@@ -6,7 +6,8 @@ from typing import Optional
 import torch
 
 HEAD_SAMPLE = 1024
-FITS, DOUBTFUL = 0.8, 0.6  # share of head rows nearer to their own id's row; chance is 0.5
+FITS, DOUBTFUL = 0.9, 0.7  # share of head rows nearer to their own id's row; chance is 0.5, related tokens give up to 0.66
+STRETCHES, SHIFTS, STRANGERS = 8, 4, 0.01
 
 
 @dataclass
@@ -86,28 +87,52 @@ def map_health(d2t: Optional[torch.Tensor], t2d: Optional[torch.Tensor], draft_v
 def head_fit(head: torch.Tensor, ids: torch.Tensor, table: torch.Tensor) -> dict:
     """Do head rows [Vd, H] belong to the target ids [Vd] that the map gives them? table [V, Ht]: the target's head.
 
-    Two shares over up to HEAD_SAMPLE random rows, 0.5 being chance: "direct" (equal widths), rows nearer in cosine to their
-    own id's row than to another row's; "structure", the same for each row's similarities to other rows, which needs no common
-    basis: a head trained from random weights shows it too. Also n, and the mean cosine of "direct".
+    Two shares over up to HEAD_SAMPLE random rows, 0.5 being chance (0.66 where a wrong map gives related tokens): "direct" (equal
+    widths), rows nearer in cosine to their own id's row than to another row's; "structure", the same for each row's similarities to
+    other rows, which needs no common basis: a head trained from random weights shows it too. Also n, the mean cosine of "direct",
+    and of the larger share: "strangers", the rows nearer to most other rows than to their own; "stretches", [first draft id, last, share]
+    of STRETCHES equal parts of the map; and where some are low, "shift", [s, share there, first, last]: target ids + s fit best there.
     """
     valid = ((ids >= 0) & (ids < table.size(0)) & (torch.arange(ids.numel()) < head.size(0))).nonzero()[:, 0]
     pick = valid[torch.randperm(valid.numel(), generator=torch.Generator().manual_seed(0))[:HEAD_SAMPLE]]
-    unit = lambda x: torch.nn.functional.normalize(x.float() - x.float().mean(0), dim=-1)  # noqa: E731
-    a, b = unit(head[pick]), unit(table[ids[pick]])
     out = dict(n=pick.numel())
     if pick.numel() < 64:
         return out
-    if a.size(1) == b.size(1):
-        out |= dict(direct=_nearer(a, b), cosine=float((a * b).sum(-1).mean()))
-    half = pick.numel() // 2
-    out["structure"] = _nearer(unit(a[:half] @ a[half:].T), unit(b[:half] @ b[half:].T))
+    kinds = _fits(head[pick], table[ids[pick]])
+    if "cosine" in kinds:
+        out["cosine"] = kinds.pop("cosine")
+    out |= {kind: float(share.mean()) for kind, share in kinds.items()}
+    kind = max(kinds, key=lambda k: out[k])
+    rows = kinds[kind]
+    out["strangers"] = float((rows < 0.5).float().mean())
+    draft_ids = pick[:rows.numel()]
+    part, edge = draft_ids * STRETCHES // head.size(0), [-(-i * head.size(0) // STRETCHES) for i in range(STRETCHES + 1)]
+    out["stretches"] = [[edge[i], edge[i + 1] - 1, float(rows[part == i].mean())] for i in range(STRETCHES) if (part == i).sum() >= 16]
+    low = [x for x in out["stretches"] if x[2] < FITS]
+    if low:
+        there = sum((pick >= first) & (pick <= last) for first, last, _ in low).bool()
+        shifts = [s for d in range(1, SHIFTS + 1) for s in (d, -d)]
+        fits = [_fits(head[pick], table[(ids[pick] + s * there).clamp(0, table.size(0) - 1)])[kind][there[:rows.numel()]].mean() for s in shifts]
+        best = max(range(len(shifts)), key=fits.__getitem__)
+        out["shift"] = [shifts[best], float(fits[best]), low[0][0], low[-1][1]]
     return out
 
 
-def _nearer(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Share of (row, other row) pairs where a[i] is nearer to b[i] than to b[other]; 16 others a row. a, b unit rows."""
+def _fits(a: torch.Tensor, b: torch.Tensor) -> dict:
+    """Per row i, the share of other rows to which a[i] is less near than to b[i]: {"direct" [n], "structure" [n / 2], "cosine"}."""
+    unit = lambda x: torch.nn.functional.normalize(x.float() - x.float().mean(0), dim=-1)  # noqa: E731
+    a, b = unit(a), unit(b)
+    half = a.size(0) // 2
+    out = dict(structure=_nearer(unit(a[:half] @ a[half:].T), unit(b[:half] @ b[half:].T)))
+    if a.size(1) == b.size(1):
+        out |= dict(direct=_nearer(a, b), cosine=float((a * b).sum(-1).mean()))
+    return out
+
+
+def _nearer(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Share of other rows, per row, where a[i] is nearer to b[i] than to b[other]; 16 others a row. a, b unit rows."""
     own = (a * b).sum(-1)
-    return float(torch.stack([own > (a * b.roll(s, 0)).sum(-1) for s in range(1, 17)]).float().mean())
+    return torch.stack([own > (a * b.roll(s, 0)).sum(-1) for s in range(1, 17)]).float().mean(0)
 
 
 def judge_head(fit: dict) -> list:
@@ -116,12 +141,28 @@ def judge_head(fit: dict) -> list:
         return []
     share = max(fit.get("direct", 0.0), fit["structure"])
     text = f"{100 * share:.0f} % of its rows are nearer to their own id's row of the target's head than to another's (chance: 50 %)"
-    if share >= FITS:
-        return [Finding("ok", "head", text)]
-    if share >= DOUBTFUL:
+    low = [x for x in fit["stretches"] if x[2] < FITS]
+    shifted = ""
+    if low:
+        s, better, first, last = fit["shift"]
+        if better >= max(FITS, max(x[2] for x in low) + 0.1):
+            shifted = (f" From draft id {first} to {last} the map is off by {-s:+d}: with target ids {s:+d}, {100 * better:.0f} % of the rows "
+                       "there are.")
+    if share < DOUBTFUL:
+        return [Finding("wrong", "head", f"only {text}: the head does not belong to this vocabulary map.{shifted} Expect an accept length "
+                        "near 1, and random loss when it is trained on: find the map it was trained with, or move it with fastverify remap")]
+    if shifted:
+        return [Finding("wrong", "head", f"{text}.{shifted} The tokens of those rows are never accepted: find the map that the head was "
+                        "trained with")]
+    if any(x[2] < DOUBTFUL for x in low):
+        where = ", ".join(f"{first} to {last} ({100 * s:.0f} %)" for first, last, s in low if s < DOUBTFUL)
+        return [Finding("note", "head", f"{text}, but few of draft ids {where}: these may belong to another map, or are hardly trained")]
+    if share < FITS:
         return [Finding("note", "head", f"only {text}: part of it may belong to another map")]
-    return [Finding("wrong", "head", f"only {text}: the head does not belong to this vocabulary map. Expect an accept length near "
-                    "1, and random loss when it is trained on: find the map it was trained with, or move it with fastverify remap")]
+    if fit["strangers"] > STRANGERS:
+        return [Finding("note", "head", f"{text}, but {100 * fit['strangers']:.0f} % of the rows are nearer to most others: these may belong to "
+                        "other ids, or are hardly trained")]
+    return [Finding("ok", "head", text)]
 
 
 def embedding_match(own: torch.Tensor, target: torch.Tensor) -> tuple:
