@@ -53,7 +53,10 @@ def main(argv: "list | None" = None) -> int:
         return EXIT_USAGE
     except (ValueError, RuntimeError, OSError, MemoryError) as exc:
         _debug()
-        _say(str(exc) or type(exc).__name__)
+        if isinstance(exc, OSError) and exc.filename is not None and exc.strerror:
+            _say(f"{exc.filename} must be a path that can be used here; got: {exc.strerror}. Fix: name another, or mend that one.")
+        else:
+            _say(str(exc) or type(exc).__name__)
         return EXIT_USAGE
     except Exception as exc:
         _debug()

@@ -6,7 +6,6 @@ The checks come from public reports of wrong drafts: they ran with exact output 
 """
 
 import hashlib
-import json
 import re
 import warnings
 from pathlib import Path
@@ -22,6 +21,7 @@ from .mla_draft import describe_mla, is_mla
 _PREFIXES = ("model.", "module.", "draft_model.", "eagle_module.", "eagle.")
 _RENAMED = {"draft_id_to_target_id": "d2t", "target_id_to_draft_id": "t2d", "aux_norm_low.weight": "fc_norm.0.weight",
             "aux_norm_mid.weight": "fc_norm.1.weight", "aux_norm_high.weight": "fc_norm.2.weight"}
+FEW_IDS = 16
 SIDECAR = "speculative_token_map.pt"
 D2T_FORMATS = ("offset", "absolute", "identity")
 
@@ -84,7 +84,9 @@ def read_files(path: Path) -> tuple:
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (path / index).exists():
             names = read_json(path / index).get("weight_map")
-            files = sorted(set(names.values())) if isinstance(names, dict) else []
+            if not isinstance(names, dict) or not all(isinstance(f, str) for f in names.values()):
+                raise error(f"{index} must hold a weight_map of file names", "another content", "download the file again")
+            files = sorted(set(names.values()))
             break
     else:
         found = [n for n in ("model.safetensors", "pytorch_model.bin") if (path / n).exists()]
@@ -260,9 +262,15 @@ def _mapped_ids(d2t: torch.Tensor, t2d: Optional[torch.Tensor], v: int, d2t_form
         raise error(f"d2t must map the draft's {vd} ids into the target's {v}", f"all zeros (the first {vd} ids)",
                     "d2t_format='identity' if that is meant, else use the complete checkpoint")
     bad, distinct = (ids < 0) | (ids >= v), ids.unique().numel()
-    if not bad.any() and distinct == vd:
+    sound = not bad.any() and distinct == vd
+    rising = d2t_format == "offset" and bool((d2t[1:] > d2t[:-1]).all()) and 0 <= int(d2t[0]) and int(d2t[-1]) < v
+    absolute = rising and sound and (vd > FEW_IDS if t2d is None else bool(t2d[d2t].all()) and not bool(t2d[ids].all()))
+    if absolute:  # no t2d: among many ids, no two are neighbours in the target's vocabulary
+        raise error("d2t must hold offsets (target id = i + d2t[i])", "values that rise at every entry, as absolute ids do",
+                    "d2t_format='absolute', or the draft's t2d beside it if they are offsets")
+    if sound:
         return ids
-    if d2t_format == "offset" and bool((d2t[1:] > d2t[:-1]).all()) and 0 <= int(d2t[0]) and int(d2t[-1]) < v:
+    if rising:
         raise error("d2t must hold offsets (target id = i + d2t[i])", "increasing values that look like absolute ids",
                     "d2t_format='absolute'")
     if bad.any():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import shutil
 import time
 import zipfile
@@ -144,7 +145,8 @@ def run_job(job: Job, ui: Any = None, stop: Callable[[], bool] = lambda: False, 
             f"ids hold {100 * cover:.2f} % of them")
     checkpoint = job.work / "checkpoint.pt"
     if checkpoint.exists():
-        trainer.load(str(checkpoint))
+        with _as_written(checkpoint):
+            trainer.load(str(checkpoint))
         ui.note(f"resumed at step {trainer.step} of {job.config.steps}")
     _train(trainer, rows, held, job, ui, stop)
     finished = trainer.step >= job.config.steps
@@ -157,13 +159,26 @@ def run_job(job: Job, ui: Any = None, stop: Callable[[], bool] = lambda: False, 
 # ---- data ----------------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _as_written(path: Path):
+    """A file of the interrupted run that was damaged since."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as exc:
+        raise ValueError(f"train: {path} must be as the interrupted run wrote it; got {type(exc).__name__}. Fix: delete it (what it held is "
+                         "made again), or start over with a new --out.") from None
+
+
 def _replies(job: Job, target: TargetLlama, tokenizer: Any, world: World, ui: Any) -> Replies:
     """work/replies.npz, made if it is not there: a greedy pass over the prompts, then sampled ones, each pass kept."""
     whole = job.work / "replies.npz"
     there = whole.exists()
     world.barrier()  # before anyone writes it
     if there:
-        return Replies.load(str(whole))
+        with _as_written(whole):
+            return Replies.load(str(whole))
     if job.replies:
         _check_replies(job.replies, target)
         if world.first:

@@ -22,7 +22,7 @@ def read_json(path: Path, needed: bool = True) -> dict:
             return {}
         raise LoadError(f"load: {path.name} must be in {path.parent}; got no such file. "
                         "Fix: download the whole model folder.") from None
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise LoadError(f"load: {path} must be readable JSON; got {exc}. Fix: download the file again.") from None
     if not isinstance(data, dict):
         raise LoadError(f"load: {path} must hold a JSON object; got a {type(data).__name__}. Fix: download the file again.")
@@ -37,6 +37,15 @@ def refuse(found: str, fix: str = "use a dense Llama, Mistral, Qwen2 or Qwen3 mo
 
 def parse_config(d: dict, generation: "dict | None" = None) -> ModelConfig:
     """config.json (and generation_config.json, for stop ids) as dicts -> ModelConfig; refuses what is not supported."""
+    try:
+        return _parse_config(d, generation)
+    except LoadError:
+        raise
+    except (TypeError, ValueError, AttributeError, OverflowError) as exc:  # null, or text for a number
+        raise LoadError(f"load: every value of config.json must be of its kind; got {exc}. Fix: download the file again.") from None
+
+
+def _parse_config(d: dict, generation: "dict | None") -> ModelConfig:
     arch = d.get("model_type")
     if any(d.get(k) for k in ("num_experts", "num_local_experts", "n_routed_experts")):
         refuse(f"model_type {arch!r} with a mixture of experts")
@@ -97,6 +106,9 @@ def parse_rope(d: dict) -> Rope:
     theta = float(r.get("rope_theta", d.get("rope_theta", 10000.0)))
     if float(r.get("partial_rotary_factor", d.get("partial_rotary_factor", 1.0))) != 1.0:
         refuse("a partial rotary embedding")
+    for name, value in (("rope_theta", theta), ("factor", float(r.get("factor", 1.0)))):
+        if not 0.0 < value < float("inf"):
+            raise LoadError(f"load: {name} must be a positive number; got {value:g}. Fix: repair config.json.")
     if kind == "default":
         return Rope(theta)
     if kind not in ("linear", "llama3", "yarn"):
@@ -123,7 +135,7 @@ class SafetensorsSource:
         index = folder / "model.safetensors.index.json"
         if index.exists():
             weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
+            if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
                 raise LoadError(f"load_target: {index} must hold a weight_map; got none. Fix: download the file again.")
             files = sorted(set(weight_map.values()))
         elif (folder / "model.safetensors").exists():

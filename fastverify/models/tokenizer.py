@@ -40,7 +40,10 @@ class Tokenizer:
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list:
-        """Ids of `text`; nothing is put before or after it. Names of special tokens in the text become their ids."""
+        """Ids of `text`; nothing is put before or after it. Names of special tokens in the text become their ids. ValueError for text
+        with surrogates, as Python has it of bytes that are not UTF-8."""
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise ValueError("encode: the text must be Unicode; got bytes that are not UTF-8. Fix: write it in UTF-8 (under LANG=C set PYTHONUTF8=1).")
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable, skip_special_tokens: bool = False) -> str:

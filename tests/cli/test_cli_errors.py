@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from cli_run import GOLDEN, IDS, PAIR, environment, piped
+from cli_run import COMMAND, GOLDEN, IDS, PAIR, Terminal, environment, piped
 
 import fastverify
 from cli_fixtures import chatty, cli  # noqa: F401
@@ -193,3 +193,32 @@ def test_a_missing_package_is_named(cli, monkeypatch):  # noqa: F811
     code, out, err = cli("plan")
     assert (code, out) == (2, "") and err == ("fastverify: the package gguf.quants must be installed for this; got none. Fix: pip install "
                                               "gguf (fastverify doctor lists all that is missing).\n")
+
+
+def test_text_that_is_not_utf8(chatty):
+    done = subprocess.run([*COMMAND, "generate", "--target", str(chatty), "--draft", "none"], input=b"caf\xe9", capture_output=True,
+                          env=environment(PYTHONUTF8="0", LC_ALL="C", PYTHONCOERCECLOCALE="0"), timeout=120)
+    assert done.returncode == 2 and b"encode: the text must be Unicode; got bytes that are not UTF-8. Fix: " in done.stderr, done.stderr
+
+
+def test_a_path_that_cannot_be_written(cli):
+    refused(cli("remap", DRAFT, "--like", DRAFT, "--target", TARGET, "--out", "/proc/x"), "/proc/x must be a path that can be used here; got: ")
+
+
+def test_the_variable_of_the_demo_model_is_named(cli, monkeypatch, tmp_path):
+    monkeypatch.setenv("FASTVERIFY_DEMO_TARGET", str(tmp_path / "none.gguf"))
+    refused(cli("generate", "hello"), f"FASTVERIFY_DEMO_TARGET must name the demo model's file; got {tmp_path}/none.gguf, which is no file. Fix: unset it")
+
+
+def test_a_library_that_does_not_load(cli, monkeypatch):
+    def load(*args):
+        raise ImportError("libnccl.so.2: cannot open shared object file")
+    monkeypatch.setattr("fastverify.cli.generate.run", load)
+    refused(cli("generate", "hello"), "the libraries must load for this; got libnccl.so.2: cannot open shared object file. Fix: fastverify doctor")
+
+
+@pytest.mark.parametrize("columns", [40, 80, 100, 160])
+def test_tables_on_a_narrow_terminal_lose_nothing(columns):
+    shown = Terminal("bench", "list", COLUMNS=str(columns), NO_COLOR="1").read()
+    for name in ("mla_tree_attention", "lm_head_verify_tree", "accept", "bench_mla_tree_attention.py", "fastverify, Triton", "FlashInfer (fa2, XQA)"):
+        assert name in shown, (columns, shown)

@@ -90,6 +90,20 @@ def test_resumed_run_is_bit_equal(cli, replies, tmp_path):  # noqa: F811
     assert [p["step"] for p in a["curve"]["eval"]] == [p["step"] for p in b["curve"]["eval"]]
 
 
+@pytest.mark.parametrize("name", ["checkpoint.pt", "replies.npz"])
+@pytest.mark.parametrize("damage", [b"", b"PK\x03\x04nothing", None])
+def test_a_run_whose_files_were_damaged(cli, replies, tmp_path, name, damage):  # noqa: F811
+    """One line that names the file; without the file the run goes on."""
+    out = tmp_path / "run"
+    assert cli("train", "--target", TARGET, "--replies", replies, "--out", out, "--seconds", "0.001", "--steps", "2", *FAST)[0] == 0
+    path = out / "work" / name
+    path.write_bytes(path.read_bytes()[:-400] if damage is None else damage)
+    code, text, err = cli("train", "--out", out, "--resume")
+    assert (code, text) == (2, "") and f"train: {path} must be as the interrupted run wrote it; got " in err and "Fix: delete it" in err
+    path.unlink()
+    assert cli("train", "--out", out, "--resume")[0] == 0
+
+
 def test_a_signal_leaves_a_whole_checkpoint(replies, tmp_path):
     out = tmp_path / "run"
     args = [*COMMAND, "train", "--target", TARGET, "--replies", replies, "--out", str(out), "--steps", "100000",

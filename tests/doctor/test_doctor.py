@@ -75,6 +75,7 @@ def change(path: str, value):
     (0, "packages/gguf", None, "wrong", "missing: gguf", "pip install gguf"),
     (0, "torch/version", "2.9.1", "wrong", "torch must be >= 2.10; this is 2.9.1", "pip install 'torch>=2.10'"),
     (0, "torch", {"error": "ImportError: libc10"}, "wrong", "torch 1 does not import: ImportError: libc10", "reinstall torch"),
+    (0, "torch", {"error": "ImportError: libnccl.so.2: cannot open"}, "wrong", "does not import: ImportError: libnccl.so.2", "nvidia-nccl-cu13"),
     (0, "fastverify/build", {}, "wrong", "was never built", "pip install --no-build-isolation -e ."),
     (0, "fastverify/build/version", "0.9", "wrong", "the libraries are those of 0.9", "reinstall"),
     (0, "install", {"error": "undefined symbol"}, "wrong", "_C does not load: undefined symbol", "torch>=2.10"),
@@ -196,6 +197,21 @@ def test_without_any_package(tmp_path):
                               env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)})
         assert done.returncode == 1 and done.stderr == "", done.stderr
         assert "WRONG packages" in done.stdout and "pip install 'torch>=2.10'" in done.stdout
+
+
+def test_a_library_of_another_tree(tmp_path):
+    """A source tree that was never built, beside an editable install of another one: its libraries are not taken for this tree's."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "tree").mkdir()
+    shutil.copytree(ROOT / "fastverify", tmp_path / "tree/fastverify", ignore=shutil.ignore_patterns("data", "__pycache__", "*.so", "build_info.json"))
+    (tmp_path / "site/sitecustomize.py").write_text(
+        "import importlib.util, sys\nclass Finder:\n    @staticmethod\n    def find_spec(name, path=None, target=None):\n"
+        f"        place = {{'fastverify._C': {fastverify._ops._C.__file__!r}}}.get(name)\n"
+        "        return place and importlib.util.spec_from_file_location(name, place)\nsys.meta_path.append(Finder)\n")
+    done = subprocess.run([sys.executable, "-c", "import fastverify\nfastverify.draft_topk\nfrom fastverify import _ops\n_ops.get('probe')"],
+                          capture_output=True, text=True, cwd="/", timeout=120, env=dict(
+                              os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path / "tree"), str(tmp_path / "site"), *(p for p in sys.path if p)])))
+    assert "fastverify: the compiled library must be built; got a source tree without it" in done.stderr, done.stderr
 
 
 def test_a_source_tree_in_the_current_folder(tmp_path, monkeypatch):

@@ -154,6 +154,13 @@ def test_mistral_windows(tmp_path, window, context, ok):
     (dict(num_key_value_heads=3), ["the head counts must divide; got 4 query and 3 key/value heads"]),
     (dict(head_dim=15), ["head_dim must be even; got 15"]),
     (dict(rope_parameters=dict(rope_type="linear")), ["rope type linear must state its factor"]),
+    (dict(rope_parameters=..., rope_theta=None), ["load: every value of config.json must be of its kind; got float() argument"]),
+    (dict(rms_norm_eps=None), ["load: every value of config.json must be of its kind"]),
+    (dict(architectures=1), ["load: every value of config.json must be of its kind"]),
+    (dict(eos_token_id="x"), ["load: every value of config.json must be of its kind; got invalid literal for int()"]),
+    (dict(quantization_config="x"), ["load: every value of config.json must be of its kind"]),
+    (dict(rope_parameters=..., rope_theta=0), ["load: rope_theta must be a positive number; got 0"]),
+    (dict(rope_parameters=dict(rope_type="linear", factor=0)), ["load: factor must be a positive number; got 0"]),
 ])
 def test_broken_config(folder, changes, parts):
     edit(folder / "config.json", **changes)
