@@ -234,7 +234,7 @@ def vocabulary_map(c: DraftConfig, d2t: Optional[torch.Tensor], t2d: Optional[to
     if d2t_format == "identity":
         ids, c.sources["d2t"] = index, "argument d2t_format: the first ids"
     elif d2t is not None:
-        ids, c.sources["d2t"] = _mapped_ids(d2t, t2d, v, d2t_format), f"tensor d2t, {d2t_format}"
+        ids, c.sources["d2t"] = _mapped_ids(d2t, t2d, v, d2t_format, c.notes), f"tensor d2t, {d2t_format}"
     elif vd == v:
         ids, c.sources["d2t"] = index, "absent: draft ids are target ids"
     else:
@@ -251,7 +251,7 @@ def vocabulary_map(c: DraftConfig, d2t: Optional[torch.Tensor], t2d: Optional[to
     return offsets if offsets.any() else None
 
 
-def _mapped_ids(d2t: torch.Tensor, t2d: Optional[torch.Tensor], v: int, d2t_format: str) -> torch.Tensor:
+def _mapped_ids(d2t: torch.Tensor, t2d: Optional[torch.Tensor], v: int, d2t_format: str, notes: list) -> torch.Tensor:
     """Target ids int64 [Vd] of a d2t tensor: in range, all different, and meant as the stated format."""
     vd = d2t.numel()
     if d2t.dtype not in (torch.int64, torch.int32):
@@ -264,11 +264,11 @@ def _mapped_ids(d2t: torch.Tensor, t2d: Optional[torch.Tensor], v: int, d2t_form
     bad, distinct = (ids < 0) | (ids >= v), ids.unique().numel()
     sound = not bad.any() and distinct == vd
     rising = d2t_format == "offset" and bool((d2t[1:] > d2t[:-1]).all()) and 0 <= int(d2t[0]) and int(d2t[-1]) < v
-    absolute = rising and sound and (vd > FEW_IDS if t2d is None else bool(t2d[d2t].all()) and not bool(t2d[ids].all()))
-    if absolute:  # no t2d: among many ids, no two are neighbours in the target's vocabulary
-        raise error("d2t must hold offsets (target id = i + d2t[i])", "values that rise at every entry, as absolute ids do",
-                    "d2t_format='absolute', or the draft's t2d beside it if they are offsets")
-    if sound:
+    absolute = rising and sound and t2d is not None and bool(t2d[d2t].all()) and not bool(t2d[ids].all())
+    if rising and sound and t2d is None and vd > FEW_IDS:  # among many ids, no two are neighbours in the target's vocabulary
+        notes.append("d2t rises at every entry, as absolute ids do: if they are, use d2t_format='absolute'; fastverify inspect tells")
+        warnings.warn(f"load_draft: {notes[-1]}", stacklevel=4)
+    if sound and not absolute:
         return ids
     if rising:
         raise error("d2t must hold offsets (target id = i + d2t[i])", "increasing values that look like absolute ids",
