@@ -148,9 +148,10 @@ def time_cuda(calls: Sequence[Callable], repeats: int, before: Optional[Callable
 def copy_bandwidth(device: torch.device, repeats: int) -> float:
     """Bytes per second, read plus written, of a copy far larger than the L2."""
     n = max(64 << 20, 8 * l2_bytes(device))
-    source, target = torch.zeros(n, dtype=torch.uint8, device=device), torch.empty(n, dtype=torch.uint8, device=device)
+    source = torch.empty(n // 8, dtype=torch.int64, device=device).random_()  # zeros need not be in memory at all
+    target = source.clone()
     timed = time_cuda if device.type == "cuda" else time_host
-    return 2 * n / (timed([lambda: target.copy_(source)], max(3, repeats // 4)).median_us * 1e-6)
+    return 2 * source.nbytes / (timed([lambda: target.copy_(source)], max(3, repeats // 4)).median_us * 1e-6)
 
 
 def empty_node(device: torch.device, repeats: int) -> float:

@@ -159,6 +159,26 @@ def test_empty_call_and_bandwidth_on_the_cpu():
     assert 1e8 < harness.copy_bandwidth(cpu, 3) < 1e13
 
 
+
+
+
+def test_bandwidth_is_that_of_data_that_is_in_memory(monkeypatch):
+    """Pages of zeros that nobody wrote are one page: a copy of them runs at the speed of a cache."""
+    seen = []
+    monkeypatch.setattr(harness, "time_host", lambda calls, repeats: seen.append(calls[0]()) or harness.Timing(1.0, 1.0, 1.0, False))
+    harness.copy_bandwidth(torch.device("cpu"), 4)
+    assert int((seen[0] == 0).sum()) < 10
+
+
+def test_names_and_numbers_of_the_command_line():
+    import argparse
+    parse = harness.names("peer", "host")
+    assert parse("host,peer") == ["host", "peer"] and harness.numbers("1,8") == [1, 8]
+    for call in (lambda: parse("peer,x"), lambda: harness.numbers("0,1")):
+        with pytest.raises(argparse.ArgumentTypeError, match="^must be "):
+            call()
+
+
 # ---- a GPU -----------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.gpu
