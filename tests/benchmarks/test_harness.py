@@ -159,9 +159,6 @@ def test_empty_call_and_bandwidth_on_the_cpu():
     assert 1e8 < harness.copy_bandwidth(cpu, 3) < 1e13
 
 
-
-
-
 def test_bandwidth_is_that_of_data_that_is_in_memory(monkeypatch):
     """Pages of zeros that nobody wrote are one page: a copy of them runs at the speed of a cache."""
     seen = []
