@@ -38,7 +38,7 @@ _OFF = {"output_scores": (None, False), "output_logits": (None, False), "output_
         "output_hidden_states": (None, False), "num_beams": (None, 1), "num_beam_groups": (None, 1), "constraints": (None,),
         "force_words_ids": (None,), "penalty_alpha": (None, 0), "dola_layers": (None,), "assistant_ensemble_weight": (None, 1)}
 # Arguments of the model's forward that a prompt and its mask say already, or that change no text.
-_MODEL_ARGUMENTS = {"attention_mask", "position_ids", "cache_position", "cache", "past_key_values", "use_cache", "logits_to_keep"}
+_MODEL_ARGUMENTS = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
 
 
 def _refuse(what: str, must: str, got: str, fix: str) -> ValueError:
@@ -232,21 +232,19 @@ def _check_request(config: Any, processors: Any, criteria: Any, model_kwargs: di
 
 def _check_prompt(input_ids: torch.Tensor, model_kwargs: dict) -> None:
     """Refuses positions other than those that the loop gives a prompt: its visible tokens, counted from 0."""
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    mask, given = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is None:
         mask = torch.ones_like(input_ids)
     if mask.shape != input_ids.shape:
-        raise _refuse("speculative", f"attention_mask must be {tuple(input_ids.shape)}", str(tuple(mask.shape)), "one entry per prompt token")
-    counted = mask.bool().long().cumsum(-1) - 1
-    for name, given, want, shown in (("position_ids", positions, counted, mask.bool()),
-                                     ("cache_position", model_kwargs.get("cache_position"), torch.arange(mask.shape[1]), None)):
-        if given is None:
-            continue
-        if given.dim() > want.dim() or given.shape[-1] != want.shape[-1] or (given.dim() == 2 and given.shape[0] not in (1, want.shape[0])):
-            raise _refuse("speculative", f"{name} must have the prompt's shape", str(tuple(given.shape)), "leave it out")
-        same = given == want.to(given.device)
-        if not bool((same if shown is None else same | ~shown.to(given.device)).all()):
-            raise _refuse("speculative", f"{name} must count the visible tokens from 0", "others", "leave it out")
+        raise _refuse("speculative", f"attention_mask must be {tuple(input_ids.shape)}", str(tuple(mask.shape)),
+                      "one entry per prompt token")
+    if given is None:
+        return
+    if given.shape not in (mask.shape, (1, mask.shape[1])):
+        raise _refuse("speculative", f"position_ids must be {tuple(mask.shape)}", str(tuple(given.shape)), "leave them out")
+    visible = mask.bool().to(given.device)
+    if not bool(((given == visible.cumsum(-1) - 1) | ~visible).all()):
+        raise _refuse("speculative", "position_ids must count the visible tokens from 0", "others", "leave them out")
 
 
 def _params(config: Any, processors: Any) -> SamplingParams:
@@ -334,7 +332,8 @@ def attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.
         key, value, keys = (key[:, :, :rows], value[:, :, :rows], rows) if plain else (key, value, keys)
     if not plain:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+                                      **kwargs)
     device, i32 = query.device, torch.int32
     out = torch.empty(batch * rows, heads, width, dtype=query.dtype, device=device)
     tree_attention(query.transpose(1, 2).reshape(batch * rows, heads, width), key.transpose(1, 2), value.transpose(1, 2),

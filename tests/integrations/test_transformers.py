@@ -148,18 +148,22 @@ def test_no_eos_means_no_stop_id(model):
 
 
 def test_warpers_of_the_caller_count(model):
-    """generate puts them in the place of its own: a top-k of 1 is greedy text, whatever top_k says."""
+    """A top-k of 1 and a temperature near 0 are greedy text."""
     ids = torch.tensor([PROMPTS[0]])
     fast = fv_transformers.speculative(model, "ngram", tree="chain-3")
     kw = dict(max_new_tokens=12, do_sample=True, top_k=40, custom_generate=fast)
-    one = transformers.LogitsProcessorList([transformers.TopKLogitsWarper(1)])
-    assert torch.equal(model.generate(ids, logits_processor=one, **kw), model.generate(ids, max_new_tokens=12, do_sample=False))
-    for strange, message in (([transformers.TopPLogitsWarper(0.5)], "in the order temperature, top_k, top_p, min_p; got TopPLogitsWarper, TopK"),
-                             ([transformers.TopKLogitsWarper(1, min_tokens_to_keep=3)], "min_tokens_to_keep of TopKLogitsWarper must be 1; got 3"),
-                             ([transformers.TopKLogitsWarper(1, filter_value=-5.0)], "filter_value of TopKLogitsWarper must be -inf; got -5.0"),
-                             ([type("TopKLogitsWarper", (transformers.TopKLogitsWarper,), {})(1)], "got TopKLogitsWarper")):
+    greedy = model.generate(ids, max_new_tokens=12, do_sample=False)
+    for warper, options in ((transformers.TopKLogitsWarper(1), dict(top_k=0)), (transformers.TemperatureLogitsWarper(1e-4), {})):
+        own = transformers.LogitsProcessorList([warper])
+        assert torch.equal(model.generate(ids, logits_processor=own, **(kw | options)), greedy)
+    named = type("TopKLogitsWarper", (transformers.TopKLogitsWarper,), {})
+    for warper, options, message in (
+            (transformers.TopPLogitsWarper(0.5), {}, "in the order temperature, top_k, top_p, min_p; got TopPLogitsWarper, TopK"),
+            (transformers.TopKLogitsWarper(1), {}, "must come once each"), (named(1), {}, "got TopKLogitsWarper"),
+            (transformers.TopKLogitsWarper(1, min_tokens_to_keep=3), dict(top_k=0), "min_tokens_to_keep of TopKLogitsWarper must be 1; got 3"),
+            (transformers.TopKLogitsWarper(1, filter_value=-5.0), dict(top_k=0), "filter_value of TopKLogitsWarper must be -inf; got -5.0")):
         with pytest.raises(ValueError, match=message):
-            model.generate(ids, logits_processor=transformers.LogitsProcessorList(strange), **kw)
+            model.generate(ids, logits_processor=transformers.LogitsProcessorList([warper]), **(kw | options))
 
 
 def test_stop_ids_and_padding(model):
@@ -235,12 +239,14 @@ def test_what_the_loop_would_not_do_is_refused(model, kw, message):
 
 @pytest.mark.parametrize("kw,message", [
     (dict(inputs_embeds=torch.zeros(1, 7, 64)), "inputs_embeds must be left out; got Tensor"),
-    (dict(penalty_alpha=0.6, top_k=4), "penalty_alpha must be 0; got 0.6"), (dict(dola_layers="high"), "dola_layers must be None; got high"),
+    (dict(penalty_alpha=0.6, top_k=4), "penalty_alpha must be 0; got 0.6"),
+    (dict(dola_layers="high"), "dola_layers must be None; got high"),
     (dict(assistant_ensemble_weight=0.5), "assistant_ensemble_weight must be 1; got 0.5"),
     (dict(force_words_ids=[[5]]), "force_words_ids must be None"), (dict(constraints=[1]), "constraints must be None"),
-    (dict(num_beam_groups=2), "num_beam_groups must be 1; got 2"), (dict(output_logits=True, return_dict_in_generate=True), "output_logits must be off; got on"),
+    (dict(num_beam_groups=2), "num_beam_groups must be 1; got 2"),
+    (dict(output_logits=True, return_dict_in_generate=True), "output_logits must be off; got on"),
     (dict(position_ids=torch.arange(7)[None] + 3), "position_ids must count the visible tokens from 0"),
-    (dict(position_ids=torch.arange(9)[None]), "position_ids must have the prompt's shape"),
+    (dict(position_ids=torch.arange(9)[None]), r"position_ids must be \(1, 7\); got \(1, 9\)"),
     (dict(top_h=0.5, do_sample=True), "got TopHLogitsWarper"), (dict(typical_p=0.5, do_sample=True), "got TypicalLogitsWarper"),
     (dict(guidance_scale=2.0), "got UnbatchedClassifierFreeGuidance"), (dict(renormalize_logits=True), "got LogitNormalization")])
 def test_arguments_that_change_the_output_are_refused_by_name(model, monkeypatch, kw, message):
@@ -263,7 +269,8 @@ def test_quantized_caches_and_calls_from_elsewhere_are_refused(model, monkeypatc
     with pytest.raises(ValueError, match="the call must come from model.generate"):
         fast(model, ids)
     want = model.generate(ids, max_new_tokens=8, do_sample=False)
-    for same in (dict(cache_implementation="static"), dict(position_ids=torch.arange(7)[None]), dict(use_cache=False), dict(logits_to_keep=0)):
+    for same in (dict(cache_implementation="static"), dict(position_ids=torch.arange(7)[None]), dict(use_cache=False),
+                 dict(logits_to_keep=0), dict(prefill_chunk_size=2)):
         assert torch.equal(model.generate(ids, **kw, **same), want), same
 
 
@@ -377,21 +384,38 @@ def small(kind: str, implementation: str):
                                    dict(prefill_chunk_size=3), dict(prefill_chunk_size=2, cache_implementation="static"),
                                    dict(use_cache=False)])
 def test_the_text_of_sdpa_with_every_cache(calls, kind, cache):
-    """Static and growing caches, prefill in one and in chunks, one prompt, two, left padding, windows; then a second turn."""
+    """Static and growing caches, prefill in one and in chunks, one prompt, two, left padding, windows."""
     ours, theirs = (small(kind, name) for name in (fv_transformers.register_attention(), "sdpa"))
     for inputs in (dict(input_ids=torch.tensor([[3, 4, 7, 3, 4]])), dict(input_ids=torch.tensor([[3, 4, 7, 3, 4], [9, 8, 7, 6, 5]])),
                    dict(input_ids=torch.tensor([[3]])), padded(PROMPTS)):
         kw = dict(**inputs, max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True, **cache)
         got, want = ours.generate(**kw), theirs.generate(**kw)
         assert torch.equal(got.sequences, want.sequences) and near(torch.stack(got.logits), torch.stack(want.logits)), (inputs, cache)
-        if cache.get("use_cache", True) and not cache.get("prefill_chunk_size"):
-            ids = torch.cat([got.sequences, torch.full((len(got.sequences), 2), 11)], 1)
-            mask = torch.cat([inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])), torch.ones(len(ids), 8, dtype=torch.int64)], 1)
-            a, b = (m.generate(ids, attention_mask=mask, cache=out.past_key_values if hasattr(out, "past_key_values") else out.cache,
-                               max_new_tokens=3, do_sample=False)
-                    for m, out in ((ours, got), (theirs, want)) if cache == {})  if cache == {} else (ids, ids)
-            assert torch.equal(a, b)
     assert calls or kind == "mistral", "tree_attention took part"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("static", [False, True])
+def test_a_second_turn_behind_a_filled_cache(static):
+    texts = []
+    for name in (fv_transformers.register_attention(), "sdpa"):
+        model = small("llama", name)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=40) if static else transformers.DynamicCache(config=model.config)
+        first = model.generate(torch.tensor([[3, 4, 7, 3, 4]]), max_new_tokens=4, do_sample=False, cache=cache)
+        second = model.generate(torch.cat([first, torch.tensor([[11, 12, 13]])], 1), max_new_tokens=4, do_sample=False, cache=cache)
+        chunk = model(torch.tensor([[5, 6, 7, 8]]), cache=cache).logits
+        texts.append((second, chunk))
+    assert torch.equal(texts[0][0], texts[1][0]) and near(texts[0][1], texts[1][1])
+
+
+@torch.no_grad()
+def test_a_compiled_model_with_a_mask(model, attending):
+    """One graph: the mask's values are not read."""
+    inputs = padded(PROMPTS)
+    compiled = torch.compile(attending, backend="eager", fullgraph=True)
+    real = inputs["attention_mask"].bool()
+    position_ids = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    assert near(compiled(**inputs, position_ids=position_ids).logits[real], model(**inputs, position_ids=position_ids).logits[real])
 
 
 @torch.no_grad()
