@@ -127,6 +127,45 @@ def test_cycles_of_the_captured_loop(model):
     assert torch.equal(model.generate(**inputs, **kw, custom_generate=fast), model.generate(**inputs, **kw))
 
 
+def test_no_eos_means_no_stop_id(model):
+    """A target whose config has eos ids, generating without: as generate, also where the caller's own criterion says another id."""
+    ids = torch.tensor([PROMPTS[0]])
+    plain = model.generate(ids, max_new_tokens=16, do_sample=False)
+    fourth = int(plain[0, len(PROMPTS[0]) + 3])
+    stopping = golden_model()
+    stopping.generation_config.eos_token_id = stopping.config.eos_token_id = fourth
+    fast = fv_transformers.speculative(stopping, "ngram", tree="chain-3")
+    kw = dict(max_new_tokens=16, do_sample=False)
+    short = stopping.generate(ids, **kw, custom_generate=fast)
+    assert torch.equal(short, stopping.generate(ids, **kw)) and short.shape[1] < plain.shape[1], "the id does stop"
+    got = stopping.generate(ids, **kw, eos_token_id=None, custom_generate=fast)
+    assert torch.equal(got, stopping.generate(ids, **kw, eos_token_id=None)) and torch.equal(got, plain)
+    from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+    for criteria in (EosTokenCriteria(int(plain[0, -9])), MaxLengthCriteria(len(PROMPTS[0]) + 5), MaxLengthCriteria(2)):
+        for eos in ({}, {"eos_token_id": None}):
+            kw = dict(max_new_tokens=16, do_sample=False, stopping_criteria=StoppingCriteriaList([criteria]), **eos)
+            assert torch.equal(stopping.generate(ids, **kw, custom_generate=fast), stopping.generate(ids, **kw)), (criteria, eos)
+
+
+def test_warpers_of_the_caller_count(model):
+    """A top-k of 1 and a temperature near 0 are greedy text."""
+    ids = torch.tensor([PROMPTS[0]])
+    fast = fv_transformers.speculative(model, "ngram", tree="chain-3")
+    kw = dict(max_new_tokens=12, do_sample=True, top_k=40, custom_generate=fast)
+    greedy = model.generate(ids, max_new_tokens=12, do_sample=False)
+    for warper, options in ((transformers.TopKLogitsWarper(1), dict(top_k=0)), (transformers.TemperatureLogitsWarper(1e-4), {})):
+        own = transformers.LogitsProcessorList([warper])
+        assert torch.equal(model.generate(ids, logits_processor=own, **(kw | options)), greedy)
+    named = type("TopKLogitsWarper", (transformers.TopKLogitsWarper,), {})
+    for warper, options, message in (
+            (transformers.TopPLogitsWarper(0.5), {}, "in the order temperature, top_k, top_p, min_p; got TopPLogitsWarper, TopK"),
+            (transformers.TopKLogitsWarper(1), {}, "must come once each"), (named(1), {}, "got TopKLogitsWarper"),
+            (transformers.TopKLogitsWarper(1, min_tokens_to_keep=3), dict(top_k=0), "min_tokens_to_keep of TopKLogitsWarper must be 1; got 3"),
+            (transformers.TopKLogitsWarper(1, filter_value=-5.0), dict(top_k=0), "filter_value of TopKLogitsWarper must be -inf; got -5.0")):
+        with pytest.raises(ValueError, match=message):
+            model.generate(ids, logits_processor=transformers.LogitsProcessorList([warper]), **(kw | options))
+
+
 def test_stop_ids_and_padding(model):
     inputs, fast = padded(PROMPTS), fv_transformers.speculative(model, GOLDEN / "draft", tree="tree-8")
     plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
@@ -196,6 +235,43 @@ def test_what_the_loop_would_not_do_is_refused(model, kw, message):
     fast = fv_transformers.speculative(model, "ngram")
     with pytest.raises(ValueError, match=message):
         model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, do_sample=False, custom_generate=fast, **kw)
+
+
+@pytest.mark.parametrize("kw,message", [
+    (dict(inputs_embeds=torch.zeros(1, 7, 64)), "inputs_embeds must be left out; got Tensor"),
+    (dict(penalty_alpha=0.6, top_k=4), "penalty_alpha must be 0; got 0.6"),
+    (dict(dola_layers="high"), "dola_layers must be None; got high"),
+    (dict(assistant_ensemble_weight=0.5), "assistant_ensemble_weight must be 1; got 0.5"),
+    (dict(force_words_ids=[[5]]), "force_words_ids must be None"), (dict(constraints=[1]), "constraints must be None"),
+    (dict(num_beam_groups=2), "num_beam_groups must be 1; got 2"),
+    (dict(output_logits=True, return_dict_in_generate=True), "output_logits must be off; got on"),
+    (dict(position_ids=torch.arange(7)[None] + 3), "position_ids must count the visible tokens from 0"),
+    (dict(position_ids=torch.arange(9)[None]), r"position_ids must be \(1, 7\); got \(1, 9\)"),
+    (dict(top_h=0.5, do_sample=True), "got TopHLogitsWarper"), (dict(typical_p=0.5, do_sample=True), "got TypicalLogitsWarper"),
+    (dict(guidance_scale=2.0), "got UnbatchedClassifierFreeGuidance"), (dict(renormalize_logits=True), "got LogitNormalization")])
+def test_arguments_that_change_the_output_are_refused_by_name(model, monkeypatch, kw, message):
+    fast = fv_transformers.speculative(model, "ngram")
+    monkeypatch.setattr(type(model), "_validate_generation_mode", lambda *a: None)  # transformers' own refusals of some come before ours
+    with pytest.raises(ValueError, match=message):
+        model.generate(torch.tensor([PROMPTS[0]]), **(dict(max_new_tokens=8, do_sample=False) | kw), custom_generate=fast)
+
+
+def test_quantized_caches_and_calls_from_elsewhere_are_refused(model, monkeypatch):
+    fast = fv_transformers.speculative(model, "ngram")
+    ids = torch.tensor([PROMPTS[0]])
+    kw = dict(max_new_tokens=8, do_sample=False, custom_generate=fast)
+    monkeypatch.setattr(type(model), "_prepare_cache_for_generation", lambda *a, **kw: None)  # needs another package
+    with pytest.raises(ValueError, match="the cache must not be quantized"):
+        model.generate(ids, cache_implementation="quantized", **kw)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="the cache must not be quantized"):
+        model.generate(ids, cache=type("QuantizedCache", (transformers.DynamicCache,), {})(), **kw)
+    with pytest.raises(ValueError, match="the call must come from model.generate"):
+        fast(model, ids)
+    want = model.generate(ids, max_new_tokens=8, do_sample=False)
+    for same in (dict(cache_implementation="static"), dict(position_ids=torch.arange(7)[None]), dict(use_cache=False),
+                 dict(logits_to_keep=0), dict(prefill_chunk_size=2)):
+        assert torch.equal(model.generate(ids, **kw, **same), want), same
 
 
 def test_other_models_are_refused(model):
@@ -289,6 +365,139 @@ def test_a_tree_behind_a_prefix(model, attending, calls, additive):
     for i in range(n):
         path = [nodes[j] for j in range(n) if tree[i, j]]
         assert near(got[i], model(torch.tensor([prefix + path])).logits[0, -1])
+
+
+def small(kind: str, implementation: str):
+    """A random model on `implementation`: the same weights for each."""
+    base = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+                max_position_embeddings=512, eos_token_id=None, bos_token_id=1, pad_token_id=0, initializer_range=0.2)
+    torch.manual_seed(0)
+    made = (LlamaForCausalLM(LlamaConfig(**base)) if kind == "llama" else
+            transformers.MistralForCausalLM(transformers.MistralConfig(**base, sliding_window=4))).eval()
+    made.set_attn_implementation(implementation)
+    return made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("cache", [dict(cache_implementation="static"), dict(cache_implementation="static", max_cache_len=40), {},
+                                   dict(prefill_chunk_size=3), dict(prefill_chunk_size=2, cache_implementation="static"),
+                                   dict(use_cache=False)])
+def test_the_text_of_sdpa_with_every_cache(calls, kind, cache):
+    """Static and growing caches, prefill in one and in chunks, one prompt, two, left padding, windows."""
+    ours, theirs = (small(kind, name) for name in (fv_transformers.register_attention(), "sdpa"))
+    for inputs in (dict(input_ids=torch.tensor([[3, 4, 7, 3, 4]])), dict(input_ids=torch.tensor([[3, 4, 7, 3, 4], [9, 8, 7, 6, 5]])),
+                   dict(input_ids=torch.tensor([[3]])), padded(PROMPTS)):
+        kw = dict(**inputs, max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True, **cache)
+        got, want = ours.generate(**kw), theirs.generate(**kw)
+        assert torch.equal(got.sequences, want.sequences) and near(torch.stack(got.logits), torch.stack(want.logits)), (inputs, cache)
+    assert calls or kind == "mistral", "tree_attention took part"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("static", [False, True])
+def test_a_second_turn_behind_a_filled_cache(static):
+    texts = []
+    for name in (fv_transformers.register_attention(), "sdpa"):
+        model = small("llama", name)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=40) if static else transformers.DynamicCache(config=model.config)
+        first = model.generate(torch.tensor([[3, 4, 7, 3, 4]]), max_new_tokens=4, do_sample=False, cache=cache)
+        second = model.generate(torch.cat([first, torch.tensor([[11, 12, 13]])], 1), max_new_tokens=4, do_sample=False, cache=cache)
+        chunk = model(torch.tensor([[5, 6, 7, 8]]), cache=cache).logits
+        texts.append((second, chunk))
+    assert torch.equal(texts[0][0], texts[1][0]) and near(texts[0][1], texts[1][1])
+
+
+@torch.no_grad()
+def test_a_compiled_model_with_a_mask(model, attending):
+    """One graph: the mask's values are not read."""
+    inputs = padded(PROMPTS)
+    compiled = torch.compile(attending, backend="eager", fullgraph=True)
+    real = inputs["attention_mask"].bool()
+    position_ids = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    assert near(compiled(**inputs, position_ids=position_ids).logits[real], model(**inputs, position_ids=position_ids).logits[real])
+
+
+@torch.no_grad()
+def test_what_no_mask_means():
+    """One row sees every key; more rows are a chain over the first keys, or see all where the layer is not causal: as sdpa."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    layer = torch.nn.Module()
+    layer.num_key_value_groups, layer.is_causal = 2, True
+    torch.manual_seed(1)
+    for batch, rows, keys in ((1, 5, 10), (2, 5, 10), (2, 5, 5), (1, 1, 10), (2, 130, 200), (1, 5, 3)):
+        q, k, v = torch.randn(batch, 4, rows, 16), torch.randn(batch, 2, keys, 16), torch.randn(batch, 2, keys, 16)
+        for kw in ({}, {"is_causal": False}, {"is_causal": True}, {"scaling": 0.3}, {"sliding_window": 4},
+                   {"position_bias": torch.randn(1, 4, rows, keys)}):
+            if keys < rows and "position_bias" in kw:
+                continue
+            want = sdpa_attention_forward(layer, q, k, v, None, **kw)[0]
+            assert near(fv_transformers.attention(layer, q, k, v, None, **kw)[0], want), (batch, rows, keys, kw)
+    with pytest.raises(ValueError, match=r"s_aux \(attention sinks\) must be None"):
+        fv_transformers.attention(layer, q, k, v, None, s_aux=torch.zeros(4))
+
+
+@torch.no_grad()
+def test_a_static_cache_prefill_never_reads_its_empty_slots():
+    ours = small("llama", fv_transformers.register_attention())
+    layer = ours.model.layers[0].self_attn
+    q, k, v = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
+    want = fv_transformers.attention(layer, q, k[:, :, :5], v[:, :, :5], None)[0]
+    k[:, :, 5:], v[:, :, 5:] = float("nan"), float("nan")
+    assert torch.equal(fv_transformers.attention(layer, q, k, v, None)[0], want)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("change", ["data", "numpy", "op"])
+def test_a_mask_may_change_between_forwards(model, attending, calls, monkeypatch, mode, change):
+    """Through .data, numpy or in place, inference tensors too; each forward reads it once."""
+    reads = []
+    real = fv_transformers._words_of
+    monkeypatch.setattr(fv_transformers, "_words_of", lambda *a: (reads.append(1), real(*a))[1])
+    ids, n = torch.tensor([[3, 4, 5, 6]]), 4
+    with mode():
+        mask = torch.ones(n, n, dtype=torch.bool).tril()[None, None]
+        for turn in range(3):
+            got = attending(ids, attention_mask=mask).logits
+            assert near(got, model(ids, attention_mask=torch.where(mask, 0.0, torch.finfo(torch.float32).min)).logits), turn
+            assert len(reads) == turn + 1 and len(calls) == (turn + 1) * 8, "read once per forward"
+            target = {"data": lambda: mask.data, "numpy": mask.numpy, "op": lambda: mask}[change]()
+            target[0, 0, 3, turn] = False
+
+
+@torch.no_grad()
+def test_a_layer_without_an_index_reads_every_time(monkeypatch):
+    reads = []
+    real = fv_transformers._words_of
+    monkeypatch.setattr(fv_transformers, "_words_of", lambda *a: (reads.append(1), real(*a))[1])
+    q, mask = torch.randn(1, 4, 3, 16), torch.ones(3, 3, dtype=torch.bool).tril()[None, None]
+    a = fv_transformers.attention(torch.nn.Module(), q, q, q, mask)[0]
+    mask.numpy()[0, 0, 2, 0] = False
+    b = fv_transformers.attention(torch.nn.Module(), q, q, q, mask)[0]
+    assert len(reads) == 2 and not torch.equal(a, b)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows,keys", [(4, 9), (1, 6), (3, 3), (5, 3)])
+def test_additive_masks_of_any_values(calls, rows, keys):
+    """Values between hidden and visible are added to the scores, as sdpa does; masks of 0 and hidden run on tree_attention."""
+    layer = torch.nn.Module()
+    layer.num_key_value_groups, layer.is_causal = 2, True
+    torch.manual_seed(2)
+    q, k, v = torch.randn(2, 4, rows, 16), torch.randn(2, 2, keys, 16), torch.randn(2, 2, keys, 16)
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    for hidden in (-float("inf"), torch.finfo(torch.float32).min, -1e9, -1e4):
+        mask = torch.zeros(2, 1, rows, keys)
+        mask[1, 0, 0, keys - 1] = hidden if keys > 1 else 0
+        soft, one, even = mask.clone(), mask.clone(), mask.clone()
+        soft[0, 0, -1, -1], one[0, 0, 0, 0] = -0.5, 1.0
+        even[0, 0, 0] = torch.finfo(torch.float32).min
+        del calls[:]
+        for given in (mask, soft, one, even, torch.randn(2, 1, rows, keys), torch.randn(2, 4, rows, keys)):
+            assert near(fv_transformers.attention(layer, q, k, v, given)[0], sdpa_attention_forward(layer, q, k, v, given)[0])
+            assert len(calls) == (keys >= rows), "the first only"
+    with pytest.raises(ValueError, match="attention_mask must be bool or floating .*; got torch.int64"):
+        fv_transformers.attention(layer, q, k, v, torch.ones(2, 1, rows, keys, dtype=torch.int64))
 
 
 @torch.no_grad()
