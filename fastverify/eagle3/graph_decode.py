@@ -75,19 +75,22 @@ class GraphDecoder(Decoder):
         prompts = check_prompts(prompts, max_new_tokens, max(s.columns for s in self.shapes) + 1, config.vocab_size, self.limit)
         check_sampling(sampling, config.vocab_size, len(prompts))
         stops = check_stop_ids(config.eos_ids if stop_ids is None else stop_ids)
-        with self._alone:
-            loop = self.loop(len(prompts), max(len(p) for p in prompts) + max_new_tokens, sampling.temperature > 0, len(stops))
-            if id(loop) in self._runs:
-                raise RuntimeError(f"{type(self).__name__}: a run must be at its end or closed before the next of as many prompts begins; "
-                                   f"got a stream of {len(prompts)} under way. Fix: finish or close() it, or make another decoder.")
+        loop = None
         try:
-            self._runs[id(loop)] = loop
+            with self._alone:
+                found = self.loop(len(prompts), max(len(p) for p in prompts) + max_new_tokens, sampling.temperature > 0, len(stops))
+                if id(found) in self._runs:
+                    raise RuntimeError(f"{type(self).__name__}: a run must be at its end or closed before the next of as many prompts "
+                                       f"begins; got a stream of {len(prompts)} under way. Fix: finish or close() it, or make another decoder.")
+                loop = self._runs[id(found)] = found
             return (yield from self._spans(loop, prompts, max_new_tokens, sampling, stops))
         except BaseException:  # Ctrl-C, out of memory, a stream that was left: the next run starts clean
-            loop.reset()
+            if loop is not None:
+                loop.reset()
             raise
         finally:
-            self._runs.pop(id(loop), None)
+            if loop is not None:
+                self._runs.pop(id(loop), None)
 
     def _spans(self, loop: GraphLoop, prompts: list, max_new_tokens: int, sampling: SamplingParams, stops: list) -> Iterator[tuple]:
         with self._alone:
@@ -104,11 +107,11 @@ class GraphDecoder(Decoder):
                 begun, cycles = time.perf_counter(), sum(stats.steps.values())
                 spans = loop.step()
                 ms = (time.perf_counter() - begun) * 1e3
-            if not loop.capture:  # a step is then prefill or a cycle, and done when it returns
-                if sum(stats.steps.values()) > cycles:
-                    stats.decode_ms += ms
-                else:
+            if not loop.capture:  # a step is then prefill or a cycle
+                if decoding is None and sum(stats.steps.values()) == cycles:
                     stats.ms["prefill"] += ms
+                else:
+                    stats.decode_ms += ms
             for job, tokens in spans:
                 yield place[id(job)], tokens
             if decoding is None and all(job.tokens or job.finish for job in jobs):
