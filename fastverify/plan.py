@@ -50,11 +50,11 @@ class VerifyPlan:
         self.extend = Prepared(positions=torch.zeros(out_rows, **i32),
                                slots=torch.full((out_rows,), -1, dtype=torch.int64, device=device),
                                schedule=torch.zeros(batch + 3, **i32))
-        self.no_pool = (torch.full((batch, 1), -torch.inf, device=device), torch.zeros(batch, 1, **i32),
+        self.no_pool = (torch.full((batch, 1), -torch.inf, dtype=torch.float32, device=device), torch.zeros(batch, 1, **i32),
                         torch.full((batch, 1), -1, **i32))
         self._column = torch.arange(max_path, **i32)
         self.ranks = torch.arange(1, batch + 1, dtype=torch.int64, device=device)
-        probe = torch.zeros(1, device=device)
+        probe = torch.zeros(1, dtype=torch.float32, device=device)
         _ops.require_kernel("probe", probe.device)
         _ops.get("probe")(probe, probe.clone())
 

@@ -75,7 +75,7 @@ def lm_head_verify_tree(hidden: torch.Tensor, weight: torch.Tensor, tokens: torc
         if workspace is None:
             workspace = lm_head_verify_tree_workspace(hidden.shape[0], vocab_size or weight.shape[0], hidden.device)
     if out is None:
-        out = Verified.empty(cu_nodes.numel() - 1, min(max_path or hidden.shape[0], 1024), hidden.device, logprobs)
+        out = Verified.empty(cu_nodes.numel() - 1, min(max_path or max(1, hidden.shape[0]), 1024), hidden.device, logprobs)
     _op(hidden, weight, tokens, parents, cu_nodes, prefix_len, active, remaining, stop_ids, sampling.temperature,
         sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed, bias, bitmask, penalties, counts, out.out_tokens,
         out.num_tokens_out, out.path, out.next_root, out.flags, out.logprobs, workspace,

@@ -53,7 +53,7 @@ class Verified(NamedTuple):
         i32 = lambda *s: torch.full(s, -1, dtype=torch.int32, device=device)  # noqa: E731
         return cls(torch.full((batch, max_path), -1, dtype=torch.int64, device=device), i32(batch), i32(batch, max_path),
                    torch.full((batch,), -1, dtype=torch.int64, device=device), i32(batch),
-                   torch.zeros(batch, max_path, device=device) if logprobs else None)
+                   torch.zeros(batch, max_path, dtype=torch.float32, device=device) if logprobs else None)
 
 
 _op = None
@@ -92,7 +92,7 @@ def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tenso
         stop_ids    int32|int64 [S]; bias float32 [B, vocab]; bitmask int32 [R, ceil(vocab/32)], bit 1 = allowed
         penalties   float32 [B, 3] repetition, frequency, presence; counts int32 [B, vocab] (in/out) of emitted tokens,
                     the root included; drafted ancestors of a node are counted on top of it
-        out         a Verified to write into (else allocated with max_path columns, default number of rows)
+        out         a Verified to write into (else allocated with max_path columns, default number of rows, at least 1)
         workspace   verify_tree_workspace(), one per stream (GPU only): through it the blocks that share a request agree.
                     Made per call if missing; the op itself, called without one, works with one block per request
     Order of processors: penalties, bias, bitmask, temperature, top-k, top-p, min-p; ties at a cut are kept.
@@ -108,7 +108,7 @@ def verify_tree(logits: torch.Tensor, tokens: torch.Tensor, parents: torch.Tenso
     if logits.device.type != "cpu":
         _ops.require_kernel("verify_tree", logits.device)
     if out is None:
-        out = Verified.empty(cu_nodes.numel() - 1, min(max_path or logits.shape[0], 1024), logits.device, logprobs)
+        out = Verified.empty(cu_nodes.numel() - 1, min(max_path or max(1, logits.shape[0]), 1024), logits.device, logprobs)
     if workspace is None and logits.device.type == "cuda":
         workspace = verify_tree_workspace(logits.device)
     _op(logits, tokens, parents, cu_nodes, prefix_len, active, remaining, stop_ids, sampling.temperature, sampling.top_k,

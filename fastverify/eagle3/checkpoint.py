@@ -129,7 +129,7 @@ def _sidecar_map(path: Path) -> torch.Tensor:
         raise error(f"{path} must be a tensor of target ids", f"{type(exc).__name__}", "download it again") from exc
     if not isinstance(ids, torch.Tensor) or ids.dim() != 1 or ids.dtype not in (torch.int64, torch.int32):
         raise error(f"{path} must be a tensor of target ids", f"{type(ids).__name__}", "use the file as published")
-    return ids.long() - torch.arange(ids.numel())
+    return ids.long() - torch.arange(ids.numel(), device="cpu")
 
 
 # ---- names and shapes ----------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def vocabulary_map(c: DraftConfig, d2t: Optional[torch.Tensor], t2d: Optional[to
     v, vd = c.vocab_size, c.draft_vocab_size
     if vd > v:
         raise error(f"draft_vocab_size must be at most vocab_size {v}", f"{vd}", "check config.json")
-    index = torch.arange(vd)
+    index = torch.arange(vd, device="cpu")
     if d2t_format == "identity":
         ids, c.sources["d2t"] = index, "argument d2t_format: the first ids"
     elif d2t is not None:
@@ -257,7 +257,7 @@ def _mapped_ids(d2t: torch.Tensor, t2d: Optional[torch.Tensor], v: int, d2t_form
     if d2t.dtype not in (torch.int64, torch.int32):
         raise error("d2t must be int64 or int32", f"{d2t.dtype}", "use the checkpoint as published")
     d2t = d2t.cpu().long()
-    ids = d2t if d2t_format == "absolute" else torch.arange(vd) + d2t
+    ids = d2t if d2t_format == "absolute" else torch.arange(vd, device="cpu") + d2t
     if d2t_format == "offset" and vd < v and not d2t.any() and not (t2d is not None and bool(t2d[:vd].all())):
         raise error(f"d2t must map the draft's {vd} ids into the target's {v}", f"all zeros (the first {vd} ids)",
                     "d2t_format='identity' if that is meant, else use the complete checkpoint")
@@ -289,7 +289,7 @@ def _shared_head(c: DraftConfig, target_head: Optional[torch.Tensor], d2t: Optio
     c.sources["head"] = "lm_head.weight absent: the target's rows"
     if d2t is None:
         return target_head[: c.draft_vocab_size]
-    return target_head[(torch.arange(c.draft_vocab_size) + d2t).to(target_head.device)]
+    return target_head[(torch.arange(c.draft_vocab_size, device="cpu") + d2t).to(target_head.device)]
 
 
 def _embedding(c: DraftConfig, own: Optional[torch.Tensor], target: Optional[torch.Tensor], dtype: torch.dtype,
@@ -314,7 +314,7 @@ def _embedding(c: DraftConfig, own: Optional[torch.Tensor], target: Optional[tor
     if target.device == own.device and torch.equal(own, target[: own.size(0)].to(dtype)):
         c.sources["embedding"] = "tensor embed_tokens.weight, equal to the target's"
         return target
-    rows = torch.arange(0, min(own.size(0), target.size(0)), max(1, own.size(0) // 256))
+    rows = torch.arange(0, min(own.size(0), target.size(0)), max(1, own.size(0) // 256), device="cpu")
     a, b = own[rows.to(own.device)].float(), target[rows.to(target.device)].to(own.device).float()
     cosine = float(torch.nn.functional.cosine_similarity(a, b, dim=-1).mean())
     if cosine < 0.999:

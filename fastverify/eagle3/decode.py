@@ -4,9 +4,12 @@ Plain decoding is the same loop with trees of one node, so the two emit the same
 Definitions and indices: docs/algorithm.md. EAGLE-3: Li et al. 2025; its pairing and extend: eagle3/grow.py.
 """
 
+import operator
+import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Callable, Iterator, Optional
+from typing import Any, Iterator, Optional
 
 import torch
 
@@ -28,6 +31,8 @@ _DONE = Flag.STOP | Flag.BUDGET | Flag.EMPTY_ROW | Flag.BAD_ROW
 # In this order: the walk may have visited bad rows behind the end of the text, which plain decoding never meets.
 _REASONS = ((Flag.STOP, "stop"), (Flag.BUDGET, "length"), (Flag.EMPTY_ROW | Flag.BAD_ROW, "bad_logits"))
 _LARGE = 1e38
+_COLDEST = 1e-30  # the least temperature: logits up to 3e8 over it are finite in float32, below it they would saturate to ties
+_INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _RANGES = dict(temperature=(0, _LARGE), top_p=(0, 1), min_p=(0, 1), repetition_penalty=(1 / _LARGE, _LARGE),
                frequency_penalty=(-_LARGE, _LARGE), presence_penalty=(-_LARGE, _LARGE))
 
@@ -43,7 +48,11 @@ class Result:
 
 @dataclass
 class SamplingParams:
-    """Host-side sampling parameters of a run; request b uses seed + b. Names and meanings as in verify_tree."""
+    """Host-side sampling parameters of a run; request b uses seed + b. Names and meanings as in verify_tree.
+
+    temperature  0 (greedy), or 1e-30 to 1e38: right for logits up to 3e38 times as large
+    bias         finite, or -inf: the id is never drawn
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -62,6 +71,9 @@ class Decoder:
     target  LlamaModel (load_target); draft: Eagle3Draft (load_draft), NgramDrafter or None (no speculation)
     tree    "auto", "off", "chain-K", "tree-N" (shapes.py)
     coupled runs at a temperature draft with the noise that their own tokens are drawn with: the same text, accepted further
+
+    One decoder per thread: runs share its buffers, and a second thread is refused (RuntimeError) while one is in it. Decoders may share
+    target and draft. Streams of one thread may take turns. "auto" leaves out shapes with wider beams than the draft has ids.
     """
 
     interleaves = True  # two runs may advance side by side without touching each other's times
@@ -70,8 +82,7 @@ class Decoder:
                  coupled: bool = True) -> None:
         named = None if tree == "auto" else parse_shape(tree)
         for name, value in (("page_size", page_size), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
-                raise ValueError(f"Decoder: {name} must be at least 1; got {value}. Fix: leave it out.")
+            check_count(type(self).__name__, name, value)
         if named == OFF:
             draft = None
         self.target, self.draft = target, draft
@@ -83,23 +94,27 @@ class Decoder:
             self.shapes = (OFF,)
         elif named is not None:
             self.shapes = (named,)
+            if self.eagle:
+                check_beams(type(self).__name__, self.shapes, draft)
         elif self.eagle:
-            self.shapes = tuple(parse_shape(s) for s in AUTO)
+            self.shapes = fitting(AUTO, draft)
         else:
             self.shapes = (OFF, parse_shape(f"chain-{min(16, draft.num_draft)}"))
         self.limit = min([target.config.max_position] + ([draft.cos_sin.shape[0]] if self.eagle else []))  # positions
         self._plans: dict = {}
         self._controllers: dict = {}
+        self._alone = OneThread(type(self).__name__)
 
     # ---- public ------------------------------------------------------------------------------------------
 
     def generate(self, prompts: list, max_new_tokens: int = 128, sampling: SamplingParams = SamplingParams(),
                  stop_ids: Optional[list] = None) -> Result:
         """Decodes all prompts (lists of token ids) to the end. stop_ids None: the target's eos ids."""
-        run = _Run(self, prompts, max_new_tokens, sampling, stop_ids)
-        for _ in run.spans():
-            pass
-        return run.result()
+        with self._alone:
+            run = _Run(self, prompts, max_new_tokens, sampling, stop_ids)
+            for _ in run.spans():
+                pass
+            return run.result()
 
     def stream(self, prompts: list, max_new_tokens: int = 128, sampling: SamplingParams = SamplingParams(),
                stop_ids: Optional[list] = None) -> Iterator[tuple]:
@@ -128,14 +143,15 @@ class Decoder:
         """
         if len(self.shapes) == 1:
             return None
-        if batch not in self._controllers:
-            # two passes, the better of each: a busy moment must not decide against a shape for good
-            passes = [{shape.name: self._round_ms(batch, shape) for shape in self.shapes} for _ in range(2)]
-            if None in passes[0].values() or None in passes[1].values():
-                return None
-            times = {name: min(p[name] for p in passes) for name in passes[0]}
-            self._controllers[batch] = Controller(self.shapes, times)
-        return self._controllers[batch]
+        with self._alone:
+            if batch not in self._controllers:
+                # two passes, the better of each: a busy moment must not decide against a shape for good
+                passes = [{shape.name: self._round_ms(batch, shape) for shape in self.shapes} for _ in range(2)]
+                if None in passes[0].values() or None in passes[1].values():
+                    return None
+                times = {name: min(p[name] for p in passes) for name in passes[0]}
+                self._controllers[batch] = Controller(self.shapes, times)
+            return self._controllers[batch]
 
     def _round_ms(self, batch: int, shape: Shape, rounds: int = 5) -> Optional[float]:
         """Median milliseconds of a round on made-up text, short enough for any target; None if there was none."""
@@ -171,31 +187,122 @@ def _extra_rows(shapes: tuple) -> int:
     return max(s.columns for s in shapes) + 1
 
 
-def check_prompts(prompts: list, max_new: int, extra: int, vocab: int, limit: int) -> None:
-    """Refuses what no run can decode: prompts of a run with `extra` rows behind them, in a loop of `limit` positions."""
+class OneThread:
+    """`with` it around what one thread at a time may do: a second one is refused, not kept waiting. One thread may nest it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self._lock = name, threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(f"{self.name}: the thread must be the only one in it; got a second one while a run is under way. "
+                               f"Fix: make one {self.name} per thread; they may share target and draft.")
+
+    def __exit__(self, *_) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple:
+        return OneThread, (self.name,)
+
+
+def fitting(names: tuple, draft) -> tuple:
+    """The named shapes whose beams the draft's vocabulary can fill."""
+    return tuple(s for s in map(parse_shape, names) if s.k <= draft.config.draft_vocab_size)
+
+
+def check_beams(op: str, shapes: tuple, draft) -> None:
+    wide = next((s for s in shapes if s.k > draft.config.draft_vocab_size), None)
+    if wide is not None:
+        raise ValueError(f"{op}: shapes must have beams of at most {draft.config.draft_vocab_size}, the draft's ids; got {wide.name} with "
+                         f"beams of {wide.k}. Fix: try chain-3.")
+
+
+def _integer(value: Any, low: int, high: int) -> bool:
+    """Whether it is an integer (Python's, numpy's or torch's) in [low, high]."""
+    try:
+        return low <= operator.index(value) <= high
+    except TypeError:
+        return False
+
+
+def _within(value: Any, low: float, high: float) -> bool:
+    try:
+        return bool(low <= value <= high)
+    except (TypeError, ValueError, RuntimeError):  # no number, or many
+        return False
+
+
+def check_count(op: str, name: str, value: Any, low: int = 1, fix: str = "leave it out") -> None:
+    if not _integer(value, -_INT64, _INT64):
+        raise ValueError(f"{op}: {name} must be an integer; got {value!r:.60}. Fix: {fix}.")
+    if value < low:
+        raise ValueError(f"{op}: {name} must be at least {low}; got {value}. Fix: {fix}.")
+
+
+def check_ids(op: str, prompt: Any, vocab: int) -> list:
+    """The token ids of one prompt, as ints."""
+    try:
+        ids = [operator.index(t) for t in prompt]
+    except TypeError:
+        raise ValueError(f"{op}: a prompt must be a list of token ids (integers); got {prompt!r:.60}. "
+                         "Fix: encode the text with this target's tokenizer.") from None
+    wrong = next((t for t in ids if not 0 <= t < vocab), None)
+    if wrong is not None:
+        raise ValueError(f"{op}: token ids must be in [0, {vocab}); got {wrong}. Fix: encode with this target's tokenizer.")
+    return ids
+
+
+def check_prompts(prompts: list, max_new: int, extra: int, vocab: int, limit: int) -> list:
+    """Refuses what no run can decode: prompts of a run with `extra` rows behind them, in a loop of `limit` positions. Returns their ids
+    as ints."""
+    try:
+        prompts = list(prompts)
+    except TypeError:
+        raise ValueError(f"generate: prompts must be a list of prompts; got {prompts!r:.60}. Fix: pass [prompt].") from None
+    prompts = [check_ids("generate", p, vocab) for p in prompts]
     if not prompts or any(len(p) == 0 for p in prompts):
         raise ValueError("generate: every prompt must hold at least one token; got an empty one. Fix: drop it.")
-    if max_new < 1:
-        raise ValueError(f"generate: max_new_tokens must be at least 1; got {max_new}. Fix: pass a positive number.")
+    check_count("generate", "max_new_tokens", max_new, fix="pass a positive number")
     longest = max(len(p) for p in prompts)
     if longest + max_new + extra > limit:
         raise ValueError(
             f"generate: prompt + max_new_tokens + drafted rows must be at most {limit} positions; got {longest} + {max_new} + "
             f"{extra} = {longest + max_new + extra}. Fix: shorten the prompt or ask for fewer tokens.")
-    low, high = min(min(p) for p in prompts), max(max(p) for p in prompts)
-    if low < 0 or high >= vocab:
-        raise ValueError(f"generate: token ids must be in [0, {vocab}); got {low if low < 0 else high}. "
-                         "Fix: encode with this target's tokenizer.")
+    return prompts
 
 
-def check_sampling(p: SamplingParams, vocab: int) -> None:
-    """The op replaces and flags values out of range; a caller of generate is told."""
+def check_sampling(p: SamplingParams, vocab: int, batch: int = 1, op: str = "generate") -> None:
+    """The op replaces and flags values out of range; a caller of generate is told. `batch` requests use seed, seed + 1, ..."""
     for name, (low, high) in _RANGES.items():
-        if not low <= getattr(p, name) <= high:
-            raise ValueError(f"generate: {name} must be in [{low:g}, {high:g}]; got {getattr(p, name)}. Fix: leave it out.")
-    wrong = [t for t in p.bias if not 0 <= t < vocab]
-    if wrong:
-        raise ValueError(f"generate: bias ids must be in [0, {vocab}); got {wrong[0]}. Fix: use ids of this target's tokenizer.")
+        value = getattr(p, name)
+        if not _within(value, low, high):
+            raise ValueError(f"{op}: {name} must be in [{low:g}, {high:g}]; got {value}. Fix: leave it out.")
+    if 0 < p.temperature < _COLDEST:
+        raise ValueError(f"{op}: temperature must be 0 or at least {_COLDEST:g}; got {p.temperature}. Fix: pass 0 for greedy text.")
+    for name, low, high in (("top_k", -_INT32 - 1, _INT32), ("seed", -_INT64 - 1, _INT64 + 1 - batch)):
+        value = getattr(p, name)
+        if not _integer(value, low, high):
+            raise ValueError(f"{op}: {name} must be an integer in [{low}, {high}]; got {value}. Fix: leave it out.")
+    if not isinstance(p.bias, Mapping):
+        raise ValueError(f"{op}: bias must be a dict from token ids to numbers; got {type(p.bias).__name__}. Fix: leave it out.")
+    for token, value in p.bias.items():
+        if not _integer(token, 0, vocab - 1):
+            raise ValueError(f"{op}: bias ids must be in [0, {vocab}); got {token}. Fix: use ids of this target's tokenizer.")
+        if not _within(value, -_LARGE, _LARGE) and value != -float("inf"):
+            raise ValueError(f"{op}: bias must be in [{-_LARGE:g}, {_LARGE:g}], or -inf; got {value} for id {token}. "
+                             "Fix: leave the id out.")
+
+
+def check_stop_ids(stop_ids: Any, op: str = "generate") -> list:
+    """The stop ids as ints, each once."""
+    try:
+        stops = list(stop_ids)
+    except TypeError:
+        raise ValueError(f"{op}: stop_ids must be a list of token ids; got {stop_ids!r:.60}. Fix: pass [id].") from None
+    for t in stops:
+        if not _integer(t, -_INT64 - 1, _INT64):
+            raise ValueError(f"{op}: stop_ids must be 64-bit integers; got {t!r:.60}. Fix: use ids of this target's tokenizer.")
+    return list(dict.fromkeys(operator.index(t) for t in stops))
 
 
 class _Run:
@@ -204,15 +311,15 @@ class _Run:
     def __init__(self, decoder: Decoder, prompts: list, max_new_tokens: int, params: SamplingParams, stop_ids: Optional[list],
                  fixed: Optional[Shape] = None) -> None:
         self.d, self.target, self.draft = decoder, decoder.target, decoder.draft
-        self.prompts, self.fixed = prompts, fixed
+        self.fixed = fixed
         config, device = self.target.config, self.target.device
         shapes = decoder.shapes if fixed is None else (fixed,)
         extra = _extra_rows(shapes)
-        check_prompts(prompts, max_new_tokens, extra, config.vocab_size, decoder.limit)
-        check_sampling(params, config.vocab_size)
+        self.prompts = prompts = check_prompts(prompts, max_new_tokens, extra, config.vocab_size, decoder.limit)
+        check_sampling(params, config.vocab_size, len(prompts))
+        stops = check_stop_ids(config.eos_ids if stop_ids is None else stop_ids)
         self.controller = decoder.controller(len(prompts)) if fixed is None else None
         self.shape = shapes[0] if self.controller is None else OFF
-        stops = list(config.eos_ids) if stop_ids is None else list(stop_ids)
         self.req = Requests.make([len(p) for p in prompts], max_new_tokens, extra, decoder.page_size,
                                  Sampling.make(len(prompts), device, params.temperature, params.top_k, params.top_p,
                                                params.min_p, params.seed), device,
@@ -231,11 +338,11 @@ class _Run:
         first, end = self.target.vocab_range
         self.filters = p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
         if p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty:
-            row = torch.tensor([p.repetition_penalty, p.frequency_penalty, p.presence_penalty], device=device)
+            row = torch.tensor([p.repetition_penalty, p.frequency_penalty, p.presence_penalty], dtype=torch.float32, device=device)
             self.req.penalties = row.repeat(batch, 1)
             self.req.counts = torch.zeros(batch, end - first, dtype=torch.int32, device=device)
         if p.bias:
-            self.req.bias = torch.zeros(batch, end - first, device=device)
+            self.req.bias = torch.zeros(batch, end - first, dtype=torch.float32, device=device)
             for token, value in p.bias.items():
                 if first <= token < end:
                     self.req.bias[:, token - first] = value
@@ -245,13 +352,14 @@ class _Run:
     @torch.inference_mode()
     def spans(self, limit: Optional[int] = None) -> Iterator[tuple]:
         """Yields (request, tokens) spans until all requests are done, or `limit` rounds have run."""
-        with self.stats.timer("prefill"):
+        with self.d._alone, self.stats.timer("prefill"):
             spans = self._prefill()
         yield from spans
         while any(f is None for f in self.finish) and (limit is None or len(self.round_ms) < limit):
-            start = time.perf_counter()
-            spans = self._round()
-            self.round_ms.append((time.perf_counter() - start) * 1e3)
+            with self.d._alone:
+                start = time.perf_counter()
+                spans = self._round()
+                self.round_ms.append((time.perf_counter() - start) * 1e3)
             yield from spans
         self.stats.decode_ms = sum(self.round_ms)
         self.stats.ms["other"] = self.stats.decode_ms - sum(self.stats.ms[s] for s in ("draft", "target", "verify"))

@@ -7,6 +7,7 @@ capture (CPU tensors, or capture=False) the same cycles run eagerly and give the
 """
 
 import contextlib
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from ..models.batch import ForwardBatch
 from ..plan import VerifyPlan
 from ..tree.prepare_tree import Prepared, prepare_tree
 from .cycle import PAIRS, STOP_IDS, CatchUp, Cycle, LoopState, accept
-from .decode import _DONE, _REASONS, SamplingParams
+from .decode import _DONE, _REASONS, OneThread, SamplingParams, check_beams, check_count, check_ids, check_sampling, check_stop_ids
 from .pool import Job, RequestPool
 from .shapes import OFF, Controller, Shape
 from .stats import Stats
@@ -36,26 +37,42 @@ class GraphLoop:
     capture     False: cycles run eagerly (default: True on CUDA)
     run_ahead   cycles that may be in flight before the host reads a record; 0 over several ranks, whose hosts must launch the
                 same cycles (every rank submits the same requests in the same order)
-    stop_ids    of all requests (at most 16)
+    stop_ids    of all requests (default: the target's); at most max_stop_ids, which size their table
     hook        see Cycle
     grammar     grammar(job, drafted) -> int32 [ceil(V/32)] of allowed ids (bit 1 = allowed), or None for all, where `drafted` are the
                 tokens drafted behind job.tokens (and the prompt). The cycle is then two graphs with this host step between,
                 without run-ahead; stats.host_steps counts them
     coupled     sampled requests are drafted with the noise of their own tokens; greedy ones are left alone. False: no request is
     exact       text with speculation = text without, bit for bit, whatever the batch (slower; docs/decode_loop.md)
+
+    One thread at a time may step, cancel, reset or set stop ids; another is refused (RuntimeError). submit may come from any thread.
     """
 
     def __init__(self, target, draft=None, *, shapes: tuple = (OFF,), max_batch: int = 1, max_length: int = 2048,
                  num_pages: Optional[int] = None, page_size: int = 16, prefill_chunk: int = 512, run_ahead: int = 2,
                  stop_ids: Optional[list] = None, capture: Optional[bool] = None, hook: Optional[Callable] = None,
                  calibration_length: int = 256, exact: bool = False, grammar: Optional[Callable] = None,
-                 coupled: bool = True) -> None:
+                 coupled: bool = True, max_stop_ids: int = STOP_IDS) -> None:
+        for name, value, low in (("max_batch", max_batch, 1), ("max_length", max_length, 1), ("page_size", page_size, 1),
+                                 ("prefill_chunk", prefill_chunk, 1), ("run_ahead", run_ahead, 0), ("max_stop_ids", max_stop_ids, 1),
+                                 ("calibration_length", calibration_length, 1), ("num_pages", 1 if num_pages is None else num_pages, 1)):
+            check_count("GraphLoop", name, value, low)
+        shapes = tuple(shapes)
+        if not shapes or (len(shapes) > 1 and shapes[0] != OFF):
+            raise ValueError(f"GraphLoop: shapes must be one, or several that begin with OFF; got {[s.name for s in shapes]}. "
+                             "Fix: put OFF first.")
         if exact and not target.exact_fits():
             raise ValueError("GraphLoop: exact must have a whole target whose matrices are multiples of 16 x 32, bfloat16 on a GPU; got "
                              f"{target.dtype} on {target.device}. Fix: leave exact off.")
         if any(s.speculative for s in shapes) and draft is None:
             raise ValueError("GraphLoop: draft must be an EAGLE-3 draft for shapes other than off; got None. Fix: pass shapes=(OFF,).")
-        self.target, self.draft, self.shapes, self.hook = target, draft, tuple(shapes), hook
+        if draft is not None:
+            check_beams("GraphLoop", shapes, draft)
+        stops = check_stop_ids(target.config.eos_ids if stop_ids is None else stop_ids, "GraphLoop")
+        if len(stops) > max_stop_ids:
+            raise ValueError(f"GraphLoop: stop_ids must be at most {max_stop_ids}; got {len(stops)}. Fix: pass fewer, or a larger "
+                             "max_stop_ids.")
+        self.target, self.draft, self.shapes, self.hook = target, draft, shapes, hook
         self.exact, self.grammar, self.coupled = exact, grammar, coupled
         self.device, self.prefill_chunk = target.device, prefill_chunk
         self.run_ahead = run_ahead if target.comm is None else 0
@@ -72,10 +89,10 @@ class GraphLoop:
         self.pool = RequestPool(max_batch, range(pages), page_size, self.extra)
         self.max_path = max(s.levels + 1 for s in shapes)
         self.state = LoopState.make(target, draft, max_batch, pages + scratch, page_size, columns, self.max_path)
-        self.max_length, self.limit = max_length, limit
-        stops = list(target.config.eos_ids) if stop_ids is None else list(stop_ids)
-        if len(stops) > STOP_IDS:
-            raise ValueError(f"GraphLoop: stop_ids must be at most {STOP_IDS}; got {len(stops)}. Fix: pass fewer.")
+        if max_stop_ids > STOP_IDS:
+            self.state.requests.stop_ids = torch.full((max_stop_ids,), -1, dtype=torch.int64, device=self.device)
+        self.max_length, self.limit, self.max_stop_ids = max_length, limit, max_stop_ids
+        self._alone = OneThread("GraphLoop")
         self.set_stop_ids(stops)
         self.aux_layers = tuple(draft.config.aux_layers) if draft is not None else ()
         self._prefill_plan = VerifyPlan(1, 1, 1, 0, target.dtype, self.device)
@@ -89,19 +106,23 @@ class GraphLoop:
         self._flight: deque = deque()  # of _Flight: records that the host has not looked at
         self._issued = 0              # records asked for
         self._behind = 0              # plain cycles since the draft's last extend
-        self._jobs = 0
+        self._numbers = itertools.count()
         self._read_at: Optional[float] = None  # when the last record was read, if the device has been busy since
         self.stats = Stats()
         if grammar is not None:
             rows, words = max_batch * max(s.nodes for s in shapes), -(-target.config.vocab_size // 32)
             self._mask = torch.full((rows, words), -1, dtype=torch.int32, device=self.device)
-            self._host_mask = torch.full((rows, words), -1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+            self._host_mask = torch.full((rows, words), -1, dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda")
             self.run_ahead = 0
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def submit(self, prompt: list, max_new_tokens: int = 128, params: SamplingParams = SamplingParams()) -> Job:
-        """Queues a request. Its tokens come from step(); errors are those of generate."""
+        """Queues a request. Its tokens come from step(); errors are those of generate, and leave the loop as it was."""
+        vocab = self.target.config.vocab_size
+        prompt = check_ids("submit", prompt, vocab)
+        check_count("submit", "max_new_tokens", max_new_tokens, -(1 << 63), "pass a positive number")
+        check_sampling(params, vocab, op="submit")
         if not prompt or max_new_tokens < 1:
             raise ValueError(f"submit: prompt and max_new_tokens must be at least 1 token; got {len(prompt)} and {max_new_tokens}. "
                              "Fix: pass a prompt and a positive number.")
@@ -114,34 +135,55 @@ class GraphLoop:
             raise ValueError(f"submit: the request must fit into {self.pool.pages.total} pages; got "
                              f"{self.pool.pages_for(len(prompt), max_new_tokens)}. Fix: make the loop with more pages.")
         processors = bool(params.bias) or params.repetition_penalty != 1.0 or bool(params.frequency_penalty or params.presence_penalty)
-        job = Job(self._jobs, list(prompt), max_new_tokens, params, processors=processors)
-        self._jobs += 1
+        job = Job(next(self._numbers), prompt, max_new_tokens, params, processors=processors)
         self.pool.waiting.append(job)
         return job
 
+    @torch.inference_mode()
     def cancel(self, job: Job) -> None:
-        """Ends a request; others go on. Tokens of cycles in flight are dropped."""
-        if job.finish is not None:
-            return
-        job.finish = "cancelled"
-        if job.slot >= 0:
-            self.state.requests.active[job.slot:job.slot + 1].fill_(0)
-            self.pool.leave(job)
-        else:
-            self.pool.waiting.remove(job)
+        """Ends a request; others go on. Tokens of cycles in flight are dropped. A call that fails changes nothing."""
+        with self._alone:
+            if job.finish is not None:
+                return
+            if not any(j is job for j in (*self.pool.slots, *self.pool.waiting)):
+                raise ValueError(f"cancel: the job must be one of this loop; got job {job.number} of another. Fix: ask the loop it was "
+                                 "submitted to.")
+            if job.slot >= 0:
+                self.state.requests.active[job.slot:job.slot + 1].fill_(0)
+                self.pool.leave(job)
+            else:
+                self.pool.waiting.remove(job)
+            job.finish = "cancelled"
 
+    @torch.inference_mode()
     def set_stop_ids(self, stop_ids: list) -> None:
-        """Stop ids of all requests from now on."""
-        self.state.requests.stop_ids.copy_(torch.tensor((stop_ids + [-1] * STOP_IDS)[:STOP_IDS], dtype=torch.int64))
+        """Stop ids of all requests from now on, at most max_stop_ids."""
+        stops = check_stop_ids(stop_ids, "set_stop_ids")
+        if len(stops) > self.max_stop_ids:
+            raise ValueError(f"set_stop_ids: stop_ids must be at most {self.max_stop_ids}; got {len(stops)}. Fix: pass fewer, or make the "
+                             "loop with a larger max_stop_ids.")
+        with self._alone:
+            table = self.state.requests.stop_ids
+            table.copy_(torch.tensor(stops + [-1] * (table.numel() - len(stops)), dtype=torch.int64, device="cpu"))
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> list:
-        """Admits what fits, launches at most one cycle and returns the spans (job, tokens) that have become known."""
+        """Admits what fits, launches at most one cycle and returns the spans (job, tokens) that have become known. Without capture a step
+        that admits returns the first tokens and leaves the cycle to the next."""
+        with self._alone:
+            return self._step()
+
+    def _step(self) -> list:
+        spans, keep, admitted = [], 0, False
         while (job := self.pool.admit()) is not None:
             self._prefill(job)
-        spans, keep = [], 0
+            admitted = True
+        if admitted and not self.capture:  # cycles run where they are launched: the first tokens would come with the first cycle's
+            while self._flight:
+                spans += self._collect()
+            return spans
         while self._flight and self.grammar is not None:  # the grammar must know every token so far
             spans += self._collect()
         if self._worth_a_cycle():
@@ -154,21 +196,23 @@ class GraphLoop:
             spans += self._collect()
         return spans
 
+    @torch.inference_mode()
     def reset(self) -> None:
         """Cancels everything and waits for the device: the state to start from, also after an exception in the middle of a step
         (Ctrl-C, out of memory). Graphs, caches and what the controllers have learned stay."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        for job in [*self.pool.running, *self.pool.waiting]:
-            job.finish = job.finish or "cancelled"
-            self.pool.leave(job)
-        self.pool.waiting.clear()
-        self._flight.clear()
-        self.state.requests.active.zero_()
-        if self.state.pair_count is not None:
-            self.state.pair_count.zero_()
-        self._behind, self._read_at = 0, None
-        self._issued = int(self.state.ring.sequence)  # what was launched but not noted, or the other way round
+        with self._alone:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.state.requests.active.zero_()
+            if self.state.pair_count is not None:
+                self.state.pair_count.zero_()
+            issued = int(self.state.ring.sequence)  # what was launched but not noted, or the other way round
+            for job in [*self.pool.running, *self.pool.waiting]:
+                job.finish = job.finish or "cancelled"
+                self.pool.leave(job)
+            self.pool.waiting.clear()
+            self._flight.clear()
+            self._behind, self._read_at, self._issued = 0, None, issued
 
     def busy(self) -> bool:
         """Whether requests wait or run, or records are unread."""
@@ -347,15 +391,15 @@ class GraphLoop:
     def _make_processors(self) -> None:
         r, (first, end), batch = self.state.requests, self.target.vocab_range, len(self.pool.slots)
         if r.counts is None:
-            r.penalties = torch.tensor([1.0, 0.0, 0.0], device=self.device).repeat(batch, 1)
+            r.penalties = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float32, device=self.device).repeat(batch, 1)
             r.counts = torch.zeros(batch, end - first, dtype=torch.int32, device=self.device)
-            r.bias = torch.zeros(batch, end - first, device=self.device)
+            r.bias = torch.zeros(batch, end - first, dtype=torch.float32, device=self.device)
 
     # ---- admission -------------------------------------------------------------------------------------------------
 
     def _send(self, values: list, dtype: torch.dtype) -> torch.Tensor:
         """Host values on the device, without waiting for it."""
-        t = torch.tensor(values, dtype=dtype, pin_memory=self.device.type == "cuda")
+        t = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=self.device.type == "cuda")
         return t.to(self.device, non_blocking=True)
 
     def _prefill(self, job: Job) -> None:

@@ -10,13 +10,22 @@ from ..kv.next_inputs import FIELDS, HEADER
 class Ring:
     """Records of cycles in host memory, pinned where the device is a GPU: written by next_inputs, read by polling.
 
-    `words` int32 [slots, words] is the memory, `sequence` int64 [1] the device's counter of records.
+    `words` int32 [slots, words] is the memory, `sequence` int64 [1] the device's counter of records. A copy has its own of both.
     """
 
     def __init__(self, batch: int, max_path: int, device: "torch.device | str" = "cpu", slots: int = 16) -> None:
         pinned = torch.device(device).type == "cuda"
-        self.words = torch.zeros(slots, HEADER + batch * (FIELDS + max_path), dtype=torch.int32, pin_memory=pinned)
+        self.words = torch.zeros(slots, HEADER + batch * (FIELDS + max_path), dtype=torch.int32, device="cpu", pin_memory=pinned)
         self.sequence = torch.zeros(1, dtype=torch.int64, device=device)
+        self._host = self.words.numpy()
+
+    def __getstate__(self) -> dict:
+        return {k: v for k, v in self.__dict__.items() if k != "_host"}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        if self.sequence.is_cuda and not self.words.is_pinned():  # a copy of pinned memory is not pinned
+            self.words = self.words.pin_memory()
         self._host = self.words.numpy()
 
     def ready(self, number: int) -> bool:

@@ -47,13 +47,13 @@ class Rope:
 
     def inv_freq(self, dim: int) -> torch.Tensor:
         """float32 [dim / 2]: radians per position of each pair. Computed in float32, as the models were trained."""
-        base = 1.0 / self.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+        base = 1.0 / self.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
         if self.kind == "none":
             return base
         if self.kind == "linear":
             return base / self.factor
         if self.kind == "factors":
-            return base / torch.tensor(self.factors, dtype=torch.float32)
+            return base / torch.tensor(self.factors, dtype=torch.float32, device="cpu")
         if self.kind == "llama3":
             wavelength = 2 * math.pi / base
             turns = self.original_max_position / wavelength
@@ -63,7 +63,7 @@ class Rope:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
-        ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 1e-3)).clamp(0, 1)
+        ramp = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low or 1e-3)).clamp(0, 1)
         return base / self.factor * ramp + base * (1 - ramp)
 
     def yarn_scale(self) -> float:
@@ -79,7 +79,7 @@ class Rope:
 
     def cos_sin(self, dim: int, max_position: int) -> torch.Tensor:
         """float32 [max_position, dim]: dim/2 cosines, then dim/2 sines (the table of rope_append)."""
-        angle = torch.arange(max_position, dtype=torch.float32)[:, None] * self.inv_freq(dim)
+        angle = torch.arange(max_position, dtype=torch.float32, device="cpu")[:, None] * self.inv_freq(dim)
         scale = self.yarn_scale() if self.kind == "yarn" else 1.0
         return torch.cat([angle.cos() * scale, angle.sin() * scale], dim=1)
 

@@ -92,7 +92,7 @@ class NgramDrafter:
         return [forest.tokens[i] for i in chosen], [new[forest.parents[i]] for i in chosen]
 
     def pool(self, histories: list) -> tuple:
-        """(scores float32, tokens int32, parents int32) [B, num_matches * num_draft] that build_tree accepts.
+        """(scores float32, tokens int32, parents int32) [B, num_matches * num_draft] on the CPU that build_tree accepts.
 
         histories: one list of ids per request; build_tree's num_nodes is num_draft + 1. Unused entries: -inf, 0, -1.
         """
@@ -105,5 +105,5 @@ class NgramDrafter:
             ids.append(forest.tokens + [0] * pad)
             parents.append(forest.parents + [-1] * pad)
         shape = (len(histories), size)
-        return tuple(torch.tensor(rows, dtype=dtype).reshape(shape)
+        return tuple(torch.tensor(rows, dtype=dtype, device="cpu").reshape(shape)
                      for rows, dtype in ((scores, torch.float32), (ids, torch.int32), (parents, torch.int32)))

@@ -5,6 +5,7 @@ import torch
 
 from cases import verify_case
 from conftest import positional, run_op
+import fastverify as fv
 from fastverify import _ops
 from fastverify import verify_tree_workspace_bytes
 from fastverify.accept.lm_head_verify_tree import lm_head_verify_tree_workspace_bytes, workspace_logits
@@ -166,3 +167,12 @@ def test_bad_arguments_raise_in_words(rng, over, message):
 def test_opcheck(rng):
     case = head_case(rng, batch=2, nodes=3, vocab=20, temperature=0.9, extras=True)
     torch.library.opcheck(_ops.get("lm_head_verify_tree"), positional("lm_head_verify_tree", **case))
+
+
+def test_an_empty_batch_gives_empty_results():
+    i32 = dict(dtype=torch.int32)
+    none = torch.zeros(0, **i32)
+    for kw in ({}, dict(max_path=4), dict(logprobs=True)):
+        out = fv.lm_head_verify_tree(torch.zeros(0, 16), torch.zeros(8, 16), none, none, torch.zeros(1, **i32), none, none, none.clone(),
+                                     fv.Sampling.make(0), **kw)
+        assert out.out_tokens.shape == out.path.shape == (0, kw.get("max_path", 1)) and out.flags.shape == (0,)

@@ -6,6 +6,7 @@ import torch
 
 from cases import cumulative, verify_case
 from conftest import positional, run_op
+import fastverify as fv
 from fastverify import _ops
 from fastverify.accept.rule import Flag
 from fastverify.reference.accept import verify_margin
@@ -438,3 +439,34 @@ def test_bad_arguments_raise_in_words(over, message):
 def test_opcheck(rng, extras):
     case = verify_case(rng, batch=2, nodes=4, vocab=19, temperature=0.8, filters=True, extras=extras)
     torch.library.opcheck(_ops.get("verify_tree"), positional("verify_tree", **case))
+
+
+# ---- the Python function --------------------------------------------------------------------------------------------------
+
+
+def call(logits: torch.Tensor, cu: list, **kw):
+    rows, batch = logits.shape[0], len(cu) - 1
+    i32 = dict(dtype=torch.int32)
+    full = lambda n, value: torch.full((n,), value, **i32)  # noqa: E731
+    return fv.verify_tree(logits, full(rows, 0), full(rows, -1), torch.tensor(cu, **i32), full(batch, 7), full(batch, 1), full(batch, 9),
+                          fv.Sampling.make(batch), **kw)
+
+
+def test_an_empty_batch_gives_empty_results():
+    for kw in ({}, dict(max_path=4), dict(logprobs=True)):
+        out = call(torch.zeros(0, 8), [0], **kw)
+        assert out.out_tokens.shape == out.path.shape == (0, kw.get("max_path", 1))
+        assert out.num_tokens_out.shape == out.next_root.shape == out.flags.shape == (0,)
+    assert call(torch.zeros(0, 8), [0, 0]).num_tokens_out.tolist() == [0]  # a request without a row
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_default_dtype_does_not_matter(dtype):
+    logits = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
+    want = call(logits, [0, 1, 2], logprobs=True)
+    torch.set_default_dtype(dtype)
+    try:
+        got = call(logits, [0, 1, 2], logprobs=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert want.logprobs.dtype == torch.float32 and all(torch.equal(a, b) for a, b in zip(got, want))

@@ -54,6 +54,18 @@ def refused(text: str, *args, **kw):
 # ---- what must load -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("head", [True, False])
+def test_the_default_device_does_not_matter(tmp_path, head):
+    """With the draft's own head, or the target's rows by the map."""
+    pair = GOLDEN.parent / "golden"
+    tensors, config = load_file(pair / "draft/model.safetensors"), json.loads((pair / "draft/config.json").read_text())
+    folder = write(tmp_path / "draft", config, {k: v for k, v in tensors.items() if head or k != "lm_head.weight"})
+    want = load_draft(folder, load_target(pair / "target"))
+    with torch.device("meta"):
+        got = load_draft(folder, load_target(pair / "target"))
+    assert same(want, got) and torch.equal(want.cos_sin, got.cos_sin) and got.head.device.type == "cpu"
+
+
 def test_weights_land_where_they_belong(tensors):
     draft = load_draft(GOLDEN / "draft", target_config())
     t = {k: v.float() for k, v in tensors.items()}

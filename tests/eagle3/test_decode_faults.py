@@ -1,14 +1,18 @@
 """The decode loop under stress: shapes that change, broken logits, poisoned padding and stale KV, refused requests."""
 
+import copy
+import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from fastverify import Decoder, NgramDrafter, SamplingParams
+from fastverify import Decoder, GraphDecoder, NgramDrafter, SamplingParams, load_draft, load_target
+from fastverify.eagle3.graph_loop import GraphLoop
 from fastverify.eagle3.shapes import OFF, parse_shape
 from loop_checks import (  # noqa: F401
-    PROMPTS, VOCAB, CheckedRun, assert_same_text, check_caches, checked, decoder, golden, plain_text)
+    DATA, PROMPTS, VOCAB, CheckedRun, assert_same_text, check_caches, checked, decoder, golden, plain_text)
 
 NAN = float("nan")
 
@@ -265,6 +269,27 @@ REFUSED = [
     (dict(sampling=SamplingParams(top_p=NAN)), r"top_p must be in \[0, 1\]; got nan. Fix: "),
     (dict(sampling=SamplingParams(min_p=1.5)), r"min_p must be in \[0, 1\]; got 1.5. Fix: "),
     (dict(sampling=SamplingParams(repetition_penalty=0.0)), r"repetition_penalty must be in \[1e-38, 1e\+38\]; got 0.0. Fix: "),
+    (dict(sampling=SamplingParams(temperature=1e-38)), "temperature must be 0 or at least 1e-30; got 1e-38. Fix: pass 0 for greedy text"),
+    (dict(sampling=SamplingParams(temperature=NAN)), r"temperature must be in \[0, 1e\+38\]; got nan. Fix: "),
+    (dict(sampling=SamplingParams(temperature="hot")), r"temperature must be in \[0, 1e\+38\]; got hot. Fix: "),
+    (dict(sampling=SamplingParams(seed=2**64)), r"seed must be an integer in \[-9223372036854775808, 9223372036854775807\]; got 184"),
+    (dict(prompts=[[1], [2]], sampling=SamplingParams(seed=2**63 - 1)), r"seed must be an integer in \[-9223372036854775808, 92.*806\]"),
+    (dict(sampling=SamplingParams(seed=0.5)), "seed must be an integer in .*; got 0.5. Fix: "),
+    (dict(sampling=SamplingParams(top_k=2**40)), r"top_k must be an integer in \[-2147483648, 2147483647\]; got 1099511627776. Fix: "),
+    (dict(sampling=SamplingParams(top_k=2.5)), "top_k must be an integer in .*; got 2.5. Fix: "),
+    (dict(sampling=SamplingParams(bias={3: NAN})), r"bias must be in \[-1e\+38, 1e\+38\], or -inf; got nan for id 3. Fix: "),
+    (dict(sampling=SamplingParams(bias={3: float("inf")})), r"bias must be in \[-1e\+38, 1e\+38\], or -inf; got inf for id 3. Fix: "),
+    (dict(sampling=SamplingParams(bias={3: -1e300})), r"bias must be in .*; got -1e\+300 for id 3. Fix: "),
+    (dict(sampling=SamplingParams(bias={1.5: 1.0})), r"bias ids must be in \[0, 512\); got 1.5. Fix: "),
+    (dict(sampling=SamplingParams(bias=[1.0])), "bias must be a dict from token ids to numbers; got list. Fix: "),
+    (dict(stop_ids=[3, 2**70]), "stop_ids must be 64-bit integers; got 1180591620717411303424. Fix: "),
+    (dict(stop_ids=[3.5]), "stop_ids must be 64-bit integers; got 3.5. Fix: "),
+    (dict(stop_ids=3), r"stop_ids must be a list of token ids; got 3. Fix: pass \[id\]"),
+    (dict(prompts=[[1, 1.5]]), r"a prompt must be a list of token ids \(integers\); got \[1, 1.5\]. Fix: "),
+    (dict(prompts=["abc"]), r"a prompt must be a list of token ids \(integers\); got 'abc'. Fix: encode the text"),
+    (dict(prompts=[5, 6]), r"a prompt must be a list of token ids \(integers\); got 5. Fix: "),
+    (dict(prompts=None), r"prompts must be a list of prompts; got None. Fix: pass \[prompt\]"),
+    (dict(max_new_tokens=2.5), "max_new_tokens must be an integer; got 2.5. Fix: "),
 ]
 
 
@@ -272,6 +297,21 @@ REFUSED = [
 def test_refused_with_the_numbers(over, message):
     with pytest.raises(ValueError, match="generate: .*" + message):
         decoder("tree-20").generate(**{"prompts": [[1, 2]], "max_new_tokens": 8, **over})
+    with pytest.raises(ValueError, match="generate: .*" + message):
+        GraphDecoder(*golden(), tree="tree-20").generate(**{"prompts": [[1, 2]], "max_new_tokens": 8, **over})
+
+
+def test_what_is_at_the_edge_runs():
+    """A forbidden id, the least temperature (greedy text), the last seed, ids of numpy and torch."""
+    want = plain_text(PROMPTS, 20)[0]
+    p = SamplingParams(temperature=1e-30, seed=2**63 - len(PROMPTS), top_k=2**31 - 1)
+    for made in (decoder("tree-8"), GraphDecoder(*golden(), tree="tree-8")):
+        assert_same_text(PROMPTS, made.generate(PROMPTS, 20, p, []).tokens, want)
+        banned = made.generate(PROMPTS, 20, SamplingParams(bias={want[0][3]: -float("inf")}), []).tokens
+        assert banned[0][:3] == want[0][:3] and all(want[0][3] not in t for t in banned)
+        arrays = [np.array(PROMPTS[0]), torch.tensor(PROMPTS[1]), *PROMPTS[2:]]
+        assert_same_text(PROMPTS, made.generate(arrays, np.int64(20), stop_ids=np.array([VOCAB + 1])).tokens, want)
+    assert_same_text(PROMPTS, decoder("ngram auto").generate(arrays, 20, stop_ids=[]).tokens, want)
 
 
 @pytest.mark.parametrize("kw,message", [
@@ -279,8 +319,89 @@ def test_refused_with_the_numbers(over, message):
     (dict(tree="treee"), "tree: the shape must be .*got 'treee'"),
     (dict(page_size=0), "page_size must be at least 1; got 0. Fix: "),
     (dict(prefill_chunk=0), "prefill_chunk must be at least 1; got 0. Fix: "),
+    (dict(page_size=2.5), "page_size must be an integer; got 2.5. Fix: "),
 ])
 def test_a_decoder_with_bad_settings(kw, message):
     for draft in (None, golden()[1]):
         with pytest.raises(ValueError, match=message):
             Decoder(golden()[0], draft, **kw)
+
+
+def narrow(ids: int):
+    """The golden draft with its first `ids` ids."""
+    draft = copy.copy(golden()[1])
+    draft.config, draft.head, draft.d2t = replace(draft.config, draft_vocab_size=ids), draft.head[:ids], draft.d2t[:ids]
+    return draft
+
+
+def test_a_draft_with_fewer_ids_than_a_beam():
+    target, _ = golden()
+    for kind in (Decoder, GraphDecoder):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: shapes must have beams of at most 3, the draft's ids; got tree-8 with"):
+            kind(target, narrow(3), tree="tree-8")
+        assert all(s.k <= 3 for s in kind(target, narrow(3)).shapes)
+        for draft, tree in ((narrow(3), "auto"), (narrow(3), "chain-3"), (narrow(4), "tree-8")):
+            got = kind(target, draft, tree=tree).generate(PROMPTS[:1], 12, stop_ids=[])
+            assert_same_text(PROMPTS[:1], got.tokens, plain_text(PROMPTS[:1], 12)[0])
+    with pytest.raises(ValueError, match="GraphLoop: shapes must have beams of at most 3"):
+        GraphLoop(target, narrow(3), shapes=(OFF, parse_shape("tree-8")))
+
+
+# ---- defaults of the process, threads --------------------------------------------------------------------------------------
+
+
+MIXED = SamplingParams(temperature=0.8, top_p=0.9, seed=3, bias={5: 1.0}, repetition_penalty=1.2, presence_penalty=0.1)
+
+
+def everything() -> list:
+    """Texts of every kind of decoder on a pair that is loaded here."""
+    target = load_target(DATA / "target")
+    draft = load_draft(DATA / "draft", target)
+    made = (Decoder(target, draft, tree="tree-8"), GraphDecoder(target, draft, tree="tree-8"),
+            Decoder(target, NgramDrafter(), tree="chain-3"), GraphDecoder(target))
+    return [d.generate(PROMPTS, 16, p, []).tokens for d in made for p in (SamplingParams(), MIXED)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_matter(dtype):
+    want = everything()
+    torch.set_default_dtype(dtype)
+    try:
+        assert everything() == want
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_default_device_does_not_matter():
+    want = everything()
+    with torch.device("meta"):
+        assert everything() == want
+
+
+@pytest.mark.parametrize("kind", [Decoder, GraphDecoder])
+def test_a_second_thread_is_refused_and_the_first_goes_on(monkeypatch, kind):
+    target, draft = golden()
+    want, real, inside, go = plain_text(PROMPTS, 12)[0], target.forward, threading.Event(), threading.Event()
+    d, got = kind(target, draft, tree="tree-8"), []
+
+    def waiting(*args, **kw):
+        if threading.current_thread() is first:
+            inside.set()
+            assert go.wait(60)
+        return real(*args, **kw)
+
+    monkeypatch.setattr(target, "forward", waiting)
+    first = threading.Thread(target=lambda: got.append(d.generate(PROMPTS, 12, stop_ids=[]).tokens))
+    first.start()
+    try:
+        assert inside.wait(60)
+        for again in (lambda: d.generate(PROMPTS, 12, stop_ids=[]), lambda: next(d.stream(PROMPTS[:1], 12, stop_ids=[]))):
+            with pytest.raises(RuntimeError, match=f"{kind.__name__}: the thread must be the only one in it; .*Fix: make one"):
+                again()
+        other = kind(target, draft, tree="tree-8")  # the weights are shared
+        assert_same_text(PROMPTS, other.generate(PROMPTS, 12, stop_ids=[]).tokens, want)
+    finally:
+        go.set()
+        first.join(60)
+    assert_same_text(PROMPTS, got[0], want)
+    assert_same_text(PROMPTS, copy.deepcopy(d).generate(PROMPTS, 12, stop_ids=[]).tokens, want)

@@ -1,5 +1,7 @@
 """GraphLoop: the cycle without a host in it emits what decode.py emits; joins, leaves, stops, budgets, shapes that change."""
 
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -290,6 +292,165 @@ def test_loops_that_cannot_be():
         GraphLoop(golden()[0], shapes=(parse_shape("chain-2"),))
     with pytest.raises(ValueError, match="stop_ids must be at most 16"):
         GraphLoop(golden()[0], shapes=(OFF,), stop_ids=list(range(17)))
+
+
+@pytest.mark.parametrize("kw,why", [
+    (dict(page_size=0), "page_size must be at least 1; got 0"), (dict(prefill_chunk=0), "prefill_chunk must be at least 1; got 0"),
+    (dict(max_batch=0), "max_batch must be at least 1; got 0"), (dict(max_length=1.5), "max_length must be an integer; got 1.5"),
+    (dict(num_pages=0), "num_pages must be at least 1; got 0"), (dict(run_ahead=-1), "run_ahead must be at least 0; got -1"),
+    (dict(shapes=()), "shapes must be one, or several that begin with OFF; got .*Fix: put OFF first"),
+    (dict(shapes=(parse_shape("chain-2"), OFF)), "shapes must be one, or several that begin with OFF; got .*'chain-2', 'off'"),
+    (dict(stop_ids=[2**70]), "stop_ids must be 64-bit integers"),
+    (dict(stop_ids=range(40), max_stop_ids=32), "stop_ids must be at most 32; got 40")])
+def test_settings_that_cannot_be(kw, why):
+    with pytest.raises(ValueError, match="GraphLoop: " + why):
+        GraphLoop(*golden(), **kw)
+
+
+@pytest.mark.parametrize("prompt,new,kw,why", [
+    ([5, 600], 4, {}, r"token ids must be in \[0, 512\); got 600"), ("abc", 6, {}, "a prompt must be a list of token ids"),
+    (None, 6, {}, "a prompt must be a list of token ids"), ([5], 2.5, {}, "max_new_tokens must be an integer; got 2.5"),
+    ([5], 4, dict(bias={-1: 100.0}), r"bias ids must be in \[0, 512\); got -1"), ([5], 4, dict(bias={600: 1.0}), "bias ids must be in"),
+    ([5], 4, dict(bias={6: float("nan")}), "bias must be in"), ([5], 4, dict(temperature=float("nan")), "temperature must be in"),
+    ([5], 4, dict(seed=2**64), "seed must be an integer in"), ([5], 4, dict(top_k=2**40), "top_k must be an integer in")])
+def test_submit_refuses_what_generate_refuses(prompt, new, kw, why):
+    """And the loop goes on as if nothing had been."""
+    made = loop("tree-8")
+    first = made.submit(PROMPTS[0], 12)
+    made.step()
+    with pytest.raises(ValueError, match="submit: " + why):
+        made.submit(prompt, new, SamplingParams(**kw))
+    jobs = [first, made.submit(PROMPTS[1], 12)]
+    for _ in made.run():
+        pass
+    assert [j.number for j in jobs] == [0, 1]
+    assert_same_text(PROMPTS[:2], [j.tokens for j in jobs], plain_text(PROMPTS[:2], 12)[0])
+
+
+def test_as_many_stop_ids_as_one_likes():
+    """The decoder makes room for them; a loop refuses what it has no room for, and keeps those it had."""
+    target, draft = golden()
+    full = plain_text(PROMPTS, 40)[0]
+    stop = full[0][5]
+    never = [VOCAB + i for i in range(40)]
+    want = plain_text(PROMPTS, 40, SamplingParams(), (*never, stop))
+    d = GraphDecoder(target, draft, tree="tree-8")
+    assert d.generate(PROMPTS, 40, stop_ids=[stop]).tokens[0] == want[0][0]
+    got = d.generate(PROMPTS, 40, stop_ids=[*never, stop])
+    assert (got.tokens, got.finish) == want and got.finish[0] == "stop"
+    assert d.generate(PROMPTS, 40, stop_ids=[stop] * 50).tokens == want[0]
+    assert d.generate(PROMPTS, 40, stop_ids=[]).tokens == full
+    made = loop("off", stop_ids=[stop])
+    with pytest.raises(ValueError, match="set_stop_ids: stop_ids must be at most 16; got 40. Fix: "):
+        made.set_stop_ids(never)
+    assert finish(made)[0].tokens == want[0][0]
+    assert [j.tokens for j in finish(loop("off", stop_ids=[*never, stop], max_stop_ids=41))] == want[0]
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_loop_made_in_inference_mode(mode):
+    """Cancel, reset and new stop ids from outside it, and the other way round."""
+    want = plain_text(PROMPTS, 20)[0]
+    with torch.inference_mode(mode):
+        made = loop("tree-8")
+        jobs = [made.submit(p, 20) for p in PROMPTS]
+        made.step()
+    with torch.inference_mode(not mode):
+        made.cancel(jobs[1])
+        made.set_stop_ids([want[2][6]])
+        for _ in made.run():
+            pass
+        assert jobs[1].finish == "cancelled" and jobs[2].tokens == want[2][:want[2].index(want[2][6]) + 1]
+        made.reset()
+        made.set_stop_ids([])
+    assert_same_text(PROMPTS, [j.tokens for j in finish(made, max_new=20)], want)
+
+
+def test_a_cancel_that_fails_loses_nothing(monkeypatch):
+    want = plain_text(PROMPTS, 20)[0]
+    made = loop("tree-8")
+    jobs = [made.submit(p, 20) for p in PROMPTS]
+    made.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(made.state.requests, "active", None)
+        for failing in (lambda: made.cancel(jobs[1]), made.reset):
+            with pytest.raises((TypeError, AttributeError)):
+                failing()
+    assert all(j.finish is None for j in jobs)
+    for _ in made.run():
+        pass
+    assert_same_text(PROMPTS, [j.tokens for j in jobs], want)
+
+
+def test_a_job_of_another_loop_is_not_cancelled():
+    one, other = loop("off"), loop("off")
+    job, mine = other.submit(PROMPTS[0], 8), one.submit(PROMPTS[0], 8)
+    for _ in range(2):  # waiting, then running in the same slot
+        with pytest.raises(ValueError, match="cancel: the job must be one of this loop; got job 0 of another. Fix: "):
+            one.cancel(job)
+        one.step()
+        other.step()
+    for made in (one, other):
+        for _ in made.run():
+            pass
+    assert job.tokens == mine.tokens == plain_text(PROMPTS[:1], 8)[0][0]
+
+
+def test_a_second_thread_in_a_loop_is_refused():
+    made, seen, threads = loop("off", hook=lambda *_: None), [], []
+    job = made.submit(PROMPTS[0], 8)
+
+    def other() -> None:
+        for call in (made.step, made.reset, lambda: made.cancel(job), lambda: made.set_stop_ids([])):
+            with pytest.raises(RuntimeError, match="GraphLoop: the thread must be the only one in it"):
+                call()
+        seen.append(made.submit(PROMPTS[1], 8))  # a request may come from any
+
+    def hook(*_) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=other))
+            threads[0].start()
+            threads[0].join(60)
+
+    made.hook = hook
+    for _ in made.run():
+        pass
+    assert_same_text(PROMPTS[:2], [job.tokens, seen[0].tokens], plain_text(PROMPTS[:2], 8)[0])
+
+
+def test_a_second_stream_is_refused_and_the_first_goes_on():
+    """Of as many prompts; streams of other batch sizes have loops of their own."""
+    target, draft = golden()
+    d, want = GraphDecoder(target, draft, tree="tree-8"), plain_text(PROMPTS, 24)[0]
+    stream, got = d.stream(PROMPTS[:1], 24, stop_ids=[]), []
+    got += next(stream)[1]
+    for again in (lambda: next(d.stream(PROMPTS[1:2], 24, stop_ids=[])), lambda: d.generate(PROMPTS[1:2], 24, stop_ids=[])):
+        with pytest.raises(RuntimeError, match="GraphDecoder: a run must be at its end or closed before the next .*Fix: finish or close"):
+            again()
+    assert_same_text(PROMPTS[:2], d.generate(PROMPTS[:2], 24, stop_ids=[]).tokens, want[:2])
+    for _, tokens in stream:
+        got += tokens
+    assert_same_text(PROMPTS[:1], [got], want[:1])
+    left = d.stream(PROMPTS[:1], 24, stop_ids=[])
+    next(left)
+    left.close()
+    assert_same_text(PROMPTS[:1], d.generate(PROMPTS[:1], 24, stop_ids=[]).tokens, want[:1])
+
+
+def test_times_of_an_uncaptured_run():
+    """Every cycle whose tokens count is in decode_ms, the caller's own time is not: as Decoder counts."""
+    d = GraphDecoder(golden()[0], hook=lambda *_: time.sleep(0.04), capture=False)
+    for new in (2, 5):
+        s = d.generate([[7]], new, stop_ids=[]).stats
+        assert s.steps == {"off": new - 1} and s.first_tokens == 1 and s.decode_ms >= 40 * (new - 1) and s.ms["prefill"] > 0
+    stream, end = d.stream([[7]], 3, stop_ids=[]), None
+    while end is None:
+        try:
+            next(stream)
+            time.sleep(1)
+        except StopIteration as stop:
+            end = stop.value
+    assert 80 <= end.stats.decode_ms < 1500
 
 
 def even_only(job, drafted: list) -> torch.Tensor:

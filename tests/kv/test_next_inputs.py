@@ -1,5 +1,7 @@
 """next_inputs: oracle on random cases, the ring's records, clamps, and every bad argument."""
 
+import copy
+
 import pytest
 import torch
 
@@ -87,6 +89,16 @@ def test_ring(device):
     assert prefix.tolist() == [1 + 2 + 0 + 1 + 2, 0]
     with pytest.raises(TimeoutError, match="record 6 must come within 0.01 s"):
         ring.read(6, 0.01)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_copied_ring_sees_its_own_memory(device):
+    with torch.device("meta"):  # nor does the default device matter
+        ring = Ring(1, 1, device)
+    other = copy.deepcopy(ring)
+    other.words[0, :4] = torch.tensor([1, 1, 1, 0], dtype=torch.int32)
+    assert other.ready(1) and other.read(1)[1].shape == (1, FIELDS + 1) and not ring.ready(1)
+    assert other.words.is_pinned() == ring.words.is_pinned() == (device == "cuda")
 
 
 BAD = [

@@ -90,6 +90,14 @@ def test_pool_feeds_build_tree(rng):
     assert drafter.pool([])[0].shape == (0, 28)
 
 
+def test_the_pool_is_on_the_cpu_whatever_the_default_device():
+    text, drafter = [[1, 2, 3, 1, 2]], NgramDrafter()
+    want = drafter.pool(text)
+    with torch.device("meta"):
+        got = drafter.pool(text)
+    assert all(a.device.type == "cpu" and torch.equal(a, b) for a, b in zip(got, want))
+
+
 @pytest.mark.parametrize("kwargs,message", [
     (dict(min_ngram=0), "NgramDrafter: min_ngram must be in 1..max_ngram; got min_ngram 0, max_ngram 3. Fix: swap or raise them."),
     (dict(min_ngram=4), "NgramDrafter: min_ngram must be in 1..max_ngram; got min_ngram 4, max_ngram 3. Fix: swap or raise them."),
