@@ -52,5 +52,5 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
         workspace = exact_workspace_for(q, k_cache, page_table) if exact else workspace_for(q, k_cache, prefix_len.shape[0])
     _ops.require_kernel("tree_attention", q.device)
     _ops.get("tree_attention")(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, schedule, sinks, k_scale, v_scale, out,
-                               lse, workspace, row_base, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap, exact, settled)
+                               lse, workspace, row_base, max(1, q.shape[-1]) ** -0.5 if scale is None else scale, window, softcap, exact, settled)
     return out
