@@ -278,7 +278,7 @@ class Communicator:
                     "then make the process group and the communicator again.") from exc
             raise CommunicatorError(f"Communicator: the process group must gather CPU tensors; got {exc}. Fix: make it with the backend "
                                     "gloo, then the communicator again.") from exc
-        return gathered.view(x.dtype).view(self.world, *x.shape)
+        return gathered.view(-1).view(x.dtype).view(self.world, *x.shape)
 
     def gather_rows(self, words: torch.Tensor) -> torch.Tensor:
         """words [R, K] of every rank -> [world, R, K], in as many small gathers as their size takes."""
