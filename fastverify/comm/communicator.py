@@ -7,6 +7,7 @@ from typing import Callable, Optional
 import torch
 import torch.distributed as dist
 
+from .._checks import describe
 from .nccl import END_SECONDS, open_nccl, wait_or_abort
 from .slabs import call_state, host_slabs, peer_slabs, wait_until_idle
 from .topology import _control
@@ -267,6 +268,9 @@ class Communicator:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """x of every rank, [world, *x.shape], through the process group, as bytes: it knows few dtypes. CPU only."""
+        if not x.is_cpu:
+            raise RuntimeError(f"Communicator: x must be on cpu, the device of the communicator; got {describe(x)}. "
+                               "Fix: make the Communicator for the device of x.")
         sent = x.detach().contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
         gathered = sent.new_empty((self.world, sent.numel()))
         try:

@@ -126,6 +126,8 @@ def _alone(rank: int, port: int) -> None:
                         (torch.ones(1, 1, 4), None)]:
             with pytest.raises(RuntimeError, match=f"all_reduce_columns: {text or 'out must be given with add=True, which adds to it; got None'}. Fix: "):
                 all_reduce_columns(x, comm, add=True)
+        with pytest.raises(RuntimeError, match="x must be on cpu, the device of the communicator; got float32 .3. on another device. Fix: "):
+            all_reduce(torch.ones(3, device="meta"), comm)
         residual = torch.ones(2, 4)
         with pytest.raises(RuntimeError, match="all_reduce_rms_norm: out must not share memory with residual; got tensors that overlap"):
             all_reduce_rms_norm(torch.ones(2, 4), residual, torch.ones(4), comm, out=residual)
