@@ -60,3 +60,21 @@ def optional(op: str, name: str, t: Optional[torch.Tensor], dtypes: Sequence[str
              rows_free: bool = False) -> None:
     if t is not None:
         tensor(op, name, t, dtypes, shape, like, rows_free)
+
+
+def own_memory(op: str, name: str, t: torch.Tensor) -> None:
+    """Of a tensor that is written: each dimension steps over all that the dimensions with smaller strides reach."""
+    if t.numel() == 0 or t.is_contiguous():
+        return
+    reach = 0
+    for stride, size in sorted((t.stride(d), t.shape[d]) for d in range(t.dim()) if t.shape[d] > 1):
+        that(stride > reach, op, f"{name} must have memory of its own for every element; got {describe(t)} with "
+             "strides that overlap. Fix: pass a tensor of its own, not an expanded one.")
+        reach += (size - 1) * stride
+
+
+def output(op: str, name: str, t: Optional[torch.Tensor], dtypes: Sequence[str], shape: Sequence, like: torch.Tensor) -> None:
+    """A tensor that is written, rows free; None: not asked for."""
+    if t is not None:
+        tensor(op, name, t, dtypes, shape, like, True)
+        own_memory(op, name, t)

@@ -224,10 +224,15 @@ def bad_arguments(op: str, case: dict):
                 yield a.name + " empty rows", {a.name: value[..., :0]}
             if value.numel() > 1:
                 yield a.name + " strided", {a.name: torch.stack([value, value], -1)[..., 0]}
+            if value.dim() > 1 and value.shape[0] > 1:
+                yield a.name + " expanded", {a.name: value[:1].expand_as(value)}
             if "Optional" in str(a.type):
                 yield a.name + " missing", {a.name: None}
         elif isinstance(value, int):
-            for wrong in (-1, 0, 7, 10**4, 10**7):
+            for wrong in (-1, 0, 7, 10**4, 10**7, 2**31 - 1, 2**31, 2**62):
+                yield f"{a.name} {wrong}", {a.name: wrong}
+        elif isinstance(value, float):
+            for wrong in (1e300, -1e300, 1e-300):
                 yield f"{a.name} {wrong}", {a.name: wrong}
 
 

@@ -66,7 +66,7 @@ FV_HD void advance_request(const NextInputs& p, int64_t b, int64_t offset, int32
             p.pair_count[b] = count + 1;
         }
     }
-    p.prefix_len[b] += n;
+    p.prefix_len[b] = static_cast<int32_t>(static_cast<uint32_t>(p.prefix_len[b]) + static_cast<uint32_t>(n));
     if (n > 0) p.root[b] = static_cast<int32_t>(p.next_root[b]);
     if (flags & kFlagsDone) p.active[b] = 0;
 }

@@ -35,15 +35,16 @@ inline AttentionSizes check_attention(const char* op, const Tensor& q, const Ten
     check_tensor(op, "page_table", page_table, {I32}, {requests, kAny}, q, true);
     check_optional(op, "mask", mask, {ScalarType::Long}, {rows, kAny}, q, true);
     check_optional(op, "sinks", sinks, {F32}, {heads}, q);
-    check_tensor(op, "out", out, {q.scalar_type()}, {rows, heads, d}, q, true);
-    check_optional(op, "lse", lse, {F32}, {rows, heads}, q, true);
-    FV_CHECK(row_base >= 0, op, ": row_base must be >= 0; got ", row_base,
-             ". Fix: pass the forest column of each request's first row.");
+    check_output(op, "out", out, {q.scalar_type()}, {rows, heads, d}, q);
+    check_output(op, "lse", lse, {F32}, {rows, heads}, q);
+    check_row_base(op, row_base, rows);
     FV_CHECK(window >= 0 && window <= INT32_MAX, op, ": window must be in [0, 2^31); got ", window,
              ". Fix: pass 0 for full attention.");
     FV_CHECK(softcap >= 0 && std::isfinite(softcap), op, ": softcap must be finite and >= 0; got ", softcap,
              ". Fix: pass 0 for none.");
-    FV_CHECK(std::isfinite(scale), op, ": scale must be finite; got ", scale, ". Fix: pass head_dim ** -0.5.");
+    FV_CHECK(softcap == 0 || (softcap >= kLeastSoftcap && softcap <= kMostScale), op, ": softcap must be 0 or in [", kLeastSoftcap, ", ",
+             kMostScale, "] (float32); got ", softcap, ". Fix: pass 0 for none.");
+    check_scale(op, scale, "pass head_dim ** -0.5.");
     return {rows, heads, d, kv_heads, requests, HeadScale(op, "k_scale", k_scale, kv_heads, q),
             HeadScale(op, "v_scale", v_scale, kv_heads, q)};
 }

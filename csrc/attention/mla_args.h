@@ -25,14 +25,12 @@ inline MlaSizes check_mla(const char* op, const Tensor& q, const Tensor& kv_cach
     check_tensor(op, "cu_nodes", cu_nodes, {I32}, {requests + 1}, q);
     check_tensor(op, "page_table", page_table, {I32}, {requests, kAny}, q, true);
     check_optional(op, "mask", mask, {ScalarType::Long}, {rows, kAny}, q, true);
-    check_tensor(op, "out", out, {q.scalar_type()}, {rows, heads, kAny}, q, true);
+    check_output(op, "out", out, {q.scalar_type()}, {rows, heads, kAny}, q);
     FV_CHECK(out.size(2) >= 1 && out.size(2) <= d, op, ": out must have 1 to ", d, " dims, the first of a latent row; got ",
              describe(out), ". Fix: pass out [R, H, kv_lora_rank].");
-    check_optional(op, "lse", lse, {F32}, {rows, heads}, q, true);
-    FV_CHECK(row_base >= 0, op, ": row_base must be >= 0; got ", row_base,
-             ". Fix: pass the forest column of each request's first row.");
-    FV_CHECK(std::isfinite(scale), op, ": scale must be finite; got ", scale,
-             ". Fix: pass the softmax scale of the model (of its full head, not of the latent row).");
+    check_output(op, "lse", lse, {F32}, {rows, heads}, q);
+    check_row_base(op, row_base, rows);
+    check_scale(op, scale, "pass the softmax scale of the model (of its full head, not of the latent row).");
     return {rows, heads, d, out.size(2), requests};
 }
 

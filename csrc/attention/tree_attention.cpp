@@ -29,7 +29,7 @@ void tree_attention_cpu(const Tensor q, const Tensor k_cache, const Tensor v_cac
     int64_t work = 0;
     for (int64_t b = 0; b < requests; ++b) {
         const int64_t n = cu[b + 1] - cu[b], p = prefix[b], columns = row_base + n;
-        if (n == 0) continue;
+        if (n == 0 || group == 0) continue;
         FV_CHECK(!mask || columns <= 64 * mask->size(1), kOp, ": mask must have a bit for each of the ", columns,
                  " forest columns of request ", b, "; got ", describe(*mask), ". Fix: pass [R, ceil(columns / 64)] words.");
         // the deepest look back is that of the shallowest row: its depth is >= 0 in a chain, >= -1 under a mask

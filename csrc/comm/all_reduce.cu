@@ -60,6 +60,7 @@ void all_reduce_cuda(const Tensor x, Tensor out, int64_t comm) {
     const fv_comm& c = comm_of(op, comm);
     const int64_t n = check_reduce_input(op, c, x);
     check_like(op, "out", out, x);
+    check_apart_or_same(op, c, "out", out, x);
     if (n == 0) return;
     const Launch launch(op, x);
     if (c.transport == kNccl) {

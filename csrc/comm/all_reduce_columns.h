@@ -24,6 +24,7 @@ inline ColumnsShape check_columns_arguments(const char* op, const fv_comm& c, co
     else check_tensor(op, "out", out, type, {s.rows, s.pieces * s.width}, x);
     FV_CHECK(reinterpret_cast<uintptr_t>(out.const_data_ptr()) % 16 == 0, op, ": out must be aligned to 16 bytes; got ", describe(out),
              ". Fix: allocate it with torch.empty.");
+    if (c.transport != kGathered) check_apart(op, "out", out, "x", x);
     check_optional(op, "ready", ready, {ScalarType::Int}, {s.pieces}, x);
     return s;
 }

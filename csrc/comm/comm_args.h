@@ -10,6 +10,7 @@ inline const fv_comm& comm_of(const char* op, int64_t handle) {
     FV_CHECK(handle != 0, op, ": comm must be the handle of a living Communicator; got 0. Fix: pass communicator.handle ",
              "before it is closed.");
     const fv_comm& c = *reinterpret_cast<const fv_comm*>(handle);
+    FV_CHECK(c.magic != 0, op, ": comm must be the handle of a Communicator that is open; got one that was closed. Fix: make a new one.");
     FV_CHECK(c.magic == kCommMagic, op, ": comm must be the handle of a Communicator; got another pointer. Fix: pass ",
              "communicator.handle.");
     FV_CHECK(c.version == kCommVersion && c.bytes == sizeof(fv_comm), op, ": comm must have version ", kCommVersion, " (",
@@ -41,6 +42,17 @@ inline int64_t check_reduce_input(const char* op, const fv_comm& c, const Tensor
     FV_CHECK(bytes <= c.max_bytes, op, ": x must have at most ", c.max_bytes, " bytes per rank; got ", bytes,
              ". Fix: make the Communicator with max_bytes >= ", bytes, ".");
     return n;
+}
+
+// Two contiguous arguments of which one is written while the other is still read.
+inline void check_apart(const char* op, const char* name, const Tensor& t, const char* other, const Tensor& u) {
+    FV_CHECK(!share_memory(t, u), op, ": ", name, " must not share memory with ", other, "; got tensors that overlap, ", describe(t),
+             " and ", describe(u), ". Fix: give ", name, " memory of its own.");
+}
+
+// `t` may also be x itself: a thread reads an element of x before it writes that place. Gathered x is a copy.
+inline void check_apart_or_same(const char* op, const fv_comm& c, const char* name, const Tensor& t, const Tensor& x) {
+    if (c.transport != kGathered && t.const_data_ptr() != x.const_data_ptr()) check_apart(op, name, t, "x", x);
 }
 
 inline void check_like(const char* op, const char* name, const Tensor& t, const Tensor& x) {
@@ -79,6 +91,11 @@ inline NormShape check_norm_arguments(const char* op, const fv_comm& c, const Te
     }
     check_tensor(op, "weight", weight, type, {hidden}, x);
     check_optional(op, "prefetch", prefetch, {ScalarType::Long}, {kAny, 2}, x);
+    check_apart(op, "out", out, "residual", residual);
+    check_apart(op, "out", out, "weight", weight);
+    check_apart(op, "residual", residual, "weight", weight);
+    check_apart_or_same(op, c, "residual", residual, x);
+    check_apart_or_same(op, c, "out", out, x);
     return NormShape{rows, hidden};
 }
 
@@ -100,6 +117,8 @@ inline int64_t check_gather_arguments(const char* op, const fv_comm& c, const Te
                  out.is_cuda() == x.is_cuda() && out.get_device_index() == x.get_device_index(),
              op, ": out must be ", dtype_name(x.scalar_type()), " of ", want, " bytes like x; got ", describe(out),
              ". Fix: torch.empty(world, *x.shape).");
+    const bool in_place = !stacked(c) && static_cast<const char*>(out.const_data_ptr()) + c.rank * n == x.const_data_ptr();
+    if (c.transport != kGathered && !in_place) check_apart(op, "out", out, "x", x);
     return n;
 }
 

@@ -102,6 +102,47 @@ inline void check_optional(
     if (t) check_tensor(op, name, *t, dtypes, shape, like, rows_free);
 }
 
+// Whether each dimension steps over all that the dimensions with smaller strides reach.
+inline void check_own_memory(const char* op, const char* name, const Tensor& t) {
+    if (t.numel() == 0 || t.is_contiguous()) return;
+    int64_t reach = 0, below = -1;  // last offset of the dimensions with strides up to `below`
+    for (;;) {
+        int64_t next = -1, span = 0;
+        bool twice = false;
+        for (int64_t d = 0; d < t.dim(); ++d) {
+            if (t.size(d) <= 1 || t.stride(d) <= below) continue;
+            if (next >= 0 && t.stride(d) > next) continue;
+            twice = t.stride(d) == next;
+            next = t.stride(d), span = (t.size(d) - 1) * t.stride(d);
+        }
+        if (next < 0) return;
+        FV_CHECK(!twice && next > reach, op, ": ", name, " must have memory of its own for every element; got ", describe(t),
+                 " with strides that overlap. Fix: pass a tensor of its own, not an expanded one.");
+        reach += span, below = next;
+    }
+}
+
+// A tensor that is written: as check_tensor with rows_free, and every element has memory of its own. Strides that only interleave are
+// refused with the ones that overlap.
+inline void check_output(const char* op, const char* name, const Tensor& t, std::initializer_list<ScalarType> dtypes,
+                         std::initializer_list<int64_t> shape, const Tensor& like) {
+    check_tensor(op, name, t, dtypes, shape, like, true);
+    check_own_memory(op, name, t);
+}
+
+inline void check_output(const char* op, const char* name, const OptTensor& t, std::initializer_list<ScalarType> dtypes,
+                         std::initializer_list<int64_t> shape, const Tensor& like) {
+    if (t) check_output(op, name, *t, dtypes, shape, like);
+}
+
+// Whether two contiguous tensors have a byte in common.
+inline bool share_memory(const Tensor& a, const Tensor& b) {
+    if (a.numel() == 0 || b.numel() == 0) return false;
+    const auto from = [](const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()); };
+    const auto bytes = [](const Tensor& t) { return static_cast<uintptr_t>(t.numel()) * static_cast<uintptr_t>(t.element_size()); };
+    return from(a) < from(b) + bytes(b) && from(b) < from(a) + bytes(a);
+}
+
 template <class T>
 const T* cptr(const Tensor& t) { return static_cast<const T*>(t.const_data_ptr()); }
 template <class T>

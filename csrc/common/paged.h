@@ -2,6 +2,8 @@
 // The paged cache as CPU ops see it. The CPU can read cu_nodes, prefix_len and page ids, so it checks them
 // before it touches a page; CUDA kernels bound them instead.
 #pragma once
+#include <cmath>
+
 #include "check.h"
 
 namespace fv {
@@ -44,6 +46,21 @@ inline void check_prefix_len(const char* op, const int32_t* prefix_len, int64_t 
         FV_CHECK(prefix_len[b] >= 0, op, ": prefix_len must be >= 0; got ", prefix_len[b], " at request ", b,
                  ". Fix: pass the committed length of each request.");
     }
+}
+
+constexpr double kMostScale = 2e38, kLeastSoftcap = 1e-37;  // float32 holds these times log2(e), and 1 / softcap
+
+// Forest columns are int32.
+inline void check_row_base(const char* op, int64_t row_base, int64_t rows) {
+    FV_CHECK(row_base >= 0, op, ": row_base must be >= 0; got ", row_base,
+             ". Fix: pass the forest column of each request's first row.");
+    FV_CHECK(row_base <= INT32_MAX - rows, op, ": row_base must be at most ", INT32_MAX - rows, " with ", rows, " rows; got ", row_base,
+             ". Fix: pass the forest column of each request's first row.");
+}
+
+inline void check_scale(const char* op, double scale, const char* fix) {
+    FV_CHECK(std::isfinite(scale), op, ": scale must be finite; got ", scale, ". Fix: ", fix);
+    FV_CHECK(std::fabs(scale) <= kMostScale, op, ": scale must be at most ", kMostScale, " (float32); got ", scale, ". Fix: ", fix);
 }
 
 // float32 [1] or [heads]; value of head h is data[h * stride].

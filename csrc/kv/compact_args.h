@@ -34,6 +34,7 @@ inline RowCache row_cache(const char* op, const char* name, const Tensor& t, int
                  " with other strides. Fix: allocate the cache as [", first ? "L, " : "", "pages, page_size, ...].");
         c.row *= t.size(d);
     }
+    check_own_memory(op, name, t);
     c.data = mptr<char>(t);
     c.layer = first ? t.stride(0) * bytes : 0;
     c.page = t.stride(first) * bytes;

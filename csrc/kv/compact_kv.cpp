@@ -23,7 +23,8 @@ void gather_aux(const Tensor& aux, const Tensor& aux_out, const int32_t* path, i
             std::memcpy(dst + next * row, src + from * aux.stride(0) * bytes, row);
         }
     }
-    std::memset(dst + next * row, 0, (aux_out.size(0) - next) * row);
+    const int64_t rest = (aux_out.size(0) - next) * row;
+    if (rest > 0) std::memset(dst + next * row, 0, rest);  // an empty tensor has no address
 }
 
 }  // namespace

@@ -33,7 +33,7 @@ void next_inputs_cpu(const Tensor out_tokens, const Tensor num_tokens_out, const
     }
     for (int64_t i = offset; i < p.tokens; ++i) p.next_tokens[i] = 0;
     if (record) {
-        *count += 1;
+        *count = static_cast<int64_t>(static_cast<uint64_t>(*count) + 1);  // may come round
         reinterpret_cast<std::atomic<int32_t>*>(record)->store(static_cast<int32_t>(*count), std::memory_order_release);
     }
 }

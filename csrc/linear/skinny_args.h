@@ -33,9 +33,9 @@ inline SkinnySizes check_skinny_linear(const Tensor& x, const Tensor& weight, co
     const SkinnySizes s = check_skinny(op, x, weight, bias, norm, eps);
     FV_CHECK(kind >= kSkinnyPlain && kind <= kSkinnySiluMul, op, ": kind must be 0 (plain), 1 (add to out) or 2 (silu of the first half times the second); got ",
              kind, ". Fix: pass one of them.");
-    check_tensor(op, "out", out, {s.type}, {s.rows, kind == kSkinnySiluMul ? s.outer / 2 : s.outer}, x, true);
+    check_output(op, "out", out, {s.type}, {s.rows, kind == kSkinnySiluMul ? s.outer / 2 : s.outer}, x);
     FV_CHECK(!copy || kind != kSkinnySiluMul, op, ": copy must be None for kind 2; got a tensor. Fix: copy the result.");
-    if (copy) check_tensor(op, "copy", *copy, {s.type}, {s.rows, s.outer}, x, true);
+    check_output(op, "copy", copy, {s.type}, {s.rows, s.outer}, x);
     return s;
 }
 
@@ -49,16 +49,16 @@ inline QkvSizes check_skinny_qkv(const Tensor& x, const Tensor& weight, const Op
                                  const Tensor& k_cache, const Tensor& v_cache, double eps) {
     constexpr const char* op = "skinny_qkv";
     const SkinnySizes s = check_skinny(op, x, weight, bias, norm, eps);
-    check_tensor(op, "q", q, {s.type}, {s.rows, kAny, kAny}, x, true);
+    check_output(op, "q", q, {s.type}, {s.rows, kAny, kAny}, x);
     const int64_t heads = q.size(1), head_dim = q.size(2);
     FV_CHECK(head_dim > 0 && head_dim % 16 == 0, op, ": q must have a head_dim that is a multiple of 16; got ", describe(q),
              ". Fix: use skinny_linear and rope_append.");
     check_tensor(op, "positions", positions, {ScalarType::Int}, {s.rows}, x);
     check_tensor(op, "slots", slots, {ScalarType::Long}, {s.rows}, x);
     check_tensor(op, "cos_sin", cos_sin, {ScalarType::Float}, {kAny, head_dim}, x);
-    check_tensor(op, "k_cache", k_cache, {s.type}, {kAny, kAny, kAny, head_dim}, x, true);
+    check_output(op, "k_cache", k_cache, {s.type}, {kAny, kAny, kAny, head_dim}, x);
     const int64_t pages = k_cache.size(0), page_size = k_cache.size(1), kv_heads = k_cache.size(2);
-    check_tensor(op, "v_cache", v_cache, {s.type}, {pages, page_size, kv_heads, head_dim}, x, true);
+    check_output(op, "v_cache", v_cache, {s.type}, {pages, page_size, kv_heads, head_dim}, x);
     FV_CHECK(s.outer == (heads + 2 * kv_heads) * head_dim, op, ": weight must have ", (heads + 2 * kv_heads) * head_dim,
              " rows (q, k and v heads); got ", s.outer, ". Fix: merge the three projections.");
     return {s, heads, kv_heads, head_dim, cos_sin.size(0), page_size, pages * page_size};

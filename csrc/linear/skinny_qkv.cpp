@@ -42,7 +42,7 @@ void skinny_qkv_cpu(const Tensor x, const Tensor weight, const OptTensor bias, c
                 }
                 const bool is_q = h < n.heads, is_k = h < n.heads + n.kv_heads;
                 const Tensor& cache = is_k ? k_cache : v_cache;
-                const int64_t kv = (h - n.heads) % n.kv_heads;
+                const int64_t kv = is_q ? 0 : (h - n.heads) % n.kv_heads;
                 char* to = is_q ? mptr<char>(q) + (r * q.stride(0) + h * q.stride(1)) * item
                                 : mptr<char>(cache) + (page * cache.stride(0) + offset * cache.stride(1) + kv * cache.stride(2)) * item;
                 store_row(a, s.type, to, static_cast<int>(d));

@@ -43,7 +43,10 @@ int32_t write_nodes(
         if (!depths.empty()) depths[i] = up < 0 ? 0 : depths[up] + 1;
         const int64_t depth = parent ? (depths.empty() ? 0 : depths[i]) : column;
         if (out.depth) out.depth[row] = static_cast<int32_t>(depth);
-        if (out.positions) out.positions[row] = static_cast<int32_t>(prefix + depth);
+        if (out.positions) {
+            out.positions[row] = static_cast<int32_t>(prefix + depth);
+            if (prefix + depth > INT32_MAX) flags |= kFlagBadTree;
+        }
         if (!out.mask) continue;
         uint64_t* words = out.mask + row * out.words;
         const uint64_t* parent_words = up < 0 ? nullptr : out.mask + (base + up) * out.words;

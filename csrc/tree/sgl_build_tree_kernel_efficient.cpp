@@ -20,7 +20,7 @@ void sgl_build_tree_kernel_efficient_cpu(
                                        draft_token_num, tree_mask_mode);
     const int32_t n = t.nodes;
     std::vector<int64_t> prefix(t.batch + 1, 0);
-    for (int64_t b = 0; b < t.batch; ++b) prefix[b + 1] = prefix[b] + t.seq_len[b];
+    for (int64_t b = 0; b < t.batch; ++b) prefix[b + 1] = t.add_lengths(prefix[b], t.length(b));
     torch::stable::parallel_for(0, t.batch, 4, [&](int64_t begin, int64_t end) {
         std::vector<int32_t> parent(n), first(n), sibling(n);
         std::vector<uint8_t> row(n);
@@ -37,7 +37,7 @@ void sgl_build_tree_kernel_efficient_cpu(
                 row[0] = 1;
                 sgl_ancestors(parent.data(), n, i, [&](int32_t a) { row[a] = 1; });
                 t.links.write(b, n, i, first[i], sibling[i]);
-                t.links.positions[b * n + i] = t.seq_len[b] + std::count(row.begin() + 1, row.end(), 1);
+                t.links.positions[b * n + i] = sgl_position(t.seq_len[b], std::count(row.begin() + 1, row.end(), 1));
                 const int64_t start = t.row_start(b, i, prefix[b]);
                 const bool packed = t.mode >= kSglMaskBits;
                 const int64_t size = packed ? sgl_row_bytes(n, t.mode) : n;

@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(1024) sgl_build_tree_kernel(const SglBuild t) 
 
     int64_t before = 0;
     if (t.mode == kSglMaskFull) {
-        for (int64_t j = tid; j < b; j += blockDim.x) before += t.seq_len[j];
-        before = block_reduce(before, [](int64_t x, int64_t y) { return x + y; }, scratch);
+        for (int64_t j = tid; j < b; j += blockDim.x) before = t.add_lengths(before, t.length(j));
+        before = block_reduce(before, [&](int64_t x, int64_t y) { return t.add_lengths(x, y); }, scratch);
     }
     links.clear(n);
     for (int i = tid; i < n - 1; i += blockDim.x) selected[i] = t.selected[b * (n - 1) + i];

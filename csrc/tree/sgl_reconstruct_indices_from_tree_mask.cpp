@@ -26,7 +26,7 @@ void sgl_reconstruct_indices_from_tree_mask_cpu(
                 for (int32_t j = 0; j < i; ++j) {
                     if (row[j]) parent[i] = j, ++above;
                 }
-                t.links.positions[b * n + i] = t.seq_len[b] + above;
+                t.links.positions[b * n + i] = sgl_position(t.seq_len[b], above);
             }
             sgl_link_nodes(parent.data(), n, first.data(), sibling.data());
             for (int32_t i = 0; i < n; ++i) t.links.write(b, n, i, first[i], sibling[i]);

@@ -6,6 +6,11 @@
 
 namespace fv {
 
+// Position of a node `depth` below the root; a length at the end of int64 wraps, as it does in SGLang's.
+FV_HD int64_t sgl_position(int64_t length, int64_t depth) {
+    return static_cast<int64_t>(static_cast<uint64_t>(length) + static_cast<uint64_t>(depth));
+}
+
 // What both write, int64 [B,N].
 struct SglLinks {
     int64_t* positions;
@@ -48,10 +53,15 @@ struct SglBuild {
     uint8_t* mask;
     SglLinks links;
 
+    // Sequence length of request b, and the sum of two: a length that no row of this mask can have counts as one that just does not
+    // fit, so that nothing wraps.
+    FV_HD int64_t length(int64_t b) const { return seq_len[b] < 0 || seq_len[b] > mask_size ? mask_size + 1 : seq_len[b]; }
+    FV_HD int64_t add_lengths(int64_t x, int64_t y) const { return x + y > mask_size ? mask_size + 1 : x + y; }
+
     // First byte of row i of the N x N part of request b; prefix: mode 0, sum of the sequence lengths before b.
     FV_HD int64_t row_start(int64_t b, int32_t i, int64_t prefix) const {
         const int64_t n = nodes;
-        if (mode == kSglMaskFull) return n * (prefix + n * b) + (seq_len[b] + n) * i + seq_len[b];
+        if (mode == kSglMaskFull) return n * (prefix + n * b) + (length(b) + n) * i + length(b);
         return mode == kSglMaskTree ? n * (n * b + i) : (n * b + i) * sgl_row_bytes(n, mode);
     }
 };
@@ -104,8 +114,8 @@ inline SglMasks sgl_check_masks(
     const Tensor& retrive_next_token, const Tensor& retrive_next_sibling, int64_t batch, int64_t nodes) {
     const Tensor& like = verified_seq_len;
     FV_CHECK(batch >= 0, op, ": batch_size must be at least 0; got ", batch, ". Fix: pass the number of requests.");
-    const SglLinks links = sgl_check_links(op, positions, retrive_index, retrive_next_token, retrive_next_sibling, batch, nodes, like);
     check_tensor(op, "verified_seq_len", verified_seq_len, {ScalarType::Long}, {batch}, like);
+    const SglLinks links = sgl_check_links(op, positions, retrive_index, retrive_next_token, retrive_next_sibling, batch, nodes, like);
     check_tensor(op, "tree_mask", tree_mask, {ScalarType::Bool}, {batch * nodes * nodes}, like);
     return {batch, static_cast<int32_t>(nodes), static_cast<const uint8_t*>(tree_mask.const_data_ptr()),
             cptr<int64_t>(verified_seq_len), links};

@@ -177,6 +177,8 @@ inline PrepareTreeSizes check_prepare_tree(
              " words wide; got ", describe(*mask), ". Fix: allocate ceil(columns/64) words per row.");
     FV_CHECK(page_size >= 1, kOp, ": page_size must be at least 1; got ", page_size,
              ". Fix: pass the cache's page size.");
+    FV_CHECK(page_size <= INT32_MAX, kOp, ": page_size must be at most ", INT32_MAX, "; got ", page_size,
+             ". Fix: pass the cache's page size.");
     FV_CHECK(row_base >= 0 && row_base <= INT32_MAX, kOp, ": row_base must be in 0..", INT32_MAX, "; got ", row_base,
              ". Fix: pass the forest column of the first row (0 for a verify tree).");
     return {batch, rows};

@@ -19,7 +19,11 @@ def num_rounds(filters: bool, logprobs: bool = False) -> int:
 
 def partial_words(rounds: int) -> int:
     """int64 words per row that one rank sends in a round."""
-    return {1: 1, 2: 3, FILTER_ROUNDS: 256}[rounds]
+    words = {1: 1, 2: 3, FILTER_ROUNDS: 256}
+    if rounds not in words:
+        raise RuntimeError(f"verify_tree_partials: rounds must be {'|'.join(map(str, words))}; got {rounds}. Fix: pass num_rounds(filters, "
+                           "logprobs).")
+    return words[rounds]
 
 
 _op = None

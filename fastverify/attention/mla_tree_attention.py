@@ -24,7 +24,7 @@ def mla_tree_attention(q: torch.Tensor, kv_cache: torch.Tensor, cu_nodes: torch.
 
     Padding rows and rows that see nothing: out 0, lse -inf. On the CPU a row's bits depend on its own keys only; on CUDA on
     shapes, lengths and the GPU, and repeats are bit-equal. A NaN in a row that one node sees may reach other nodes there.
-    Errors: RuntimeError for shapes, dtypes, devices; on the CPU also for bad cu_nodes, prefix_len or page ids, which the
+    Errors: RuntimeError for shapes, dtypes, devices, tree_attention's limits of out, lse, row_base and scale; on the CPU also for bad cu_nodes, prefix_len or page ids, which the
     CUDA kernel clamps.
     Cost: one read of the visible latent rows per 64 rows of q (node x head; 32 with 99 KB of shared memory); one launch. Graph-safe when out and workspace are given. Tensor cores: D = 576, out_dim = 512, 16 bits.
     Source: DeepSeek-V2 2.1.2 (arXiv 2405.04434), absorbed as in its 2.1.3; splits as in tree_attention.

@@ -21,6 +21,7 @@ def rope_append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: to
     positions int32 [R], slots int64 [R] (page * page_size + offset). A row with a negative slot is not touched.
     cos_sin float32 [max_positions, rot]: rot/2 cosines, then rot/2 sines; dims rot..D of a head pass through.
     k_cache, v_cache [pages, page_size, Hkv, D] bf16|fp16|fp32|fp8 e4m3, written at the slots. fp8 saturates at 448.
+        Any strides with a dense last dimension, but no two elements of q or of a cache may meet (an expanded tensor).
     q_norm, k_norm [D]: weights of an RMSNorm per head before RoPE (eps); None: no norm.
     k_scale, v_scale float32 [1] or [Hkv]: the appended values are divided by it; None is 1.
     rotary_style: NEOX (0) or GPTJ (1). All arithmetic is fp32 in one order: the CUDA kernel has the CPU op's bits, NaN

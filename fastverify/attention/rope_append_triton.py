@@ -118,7 +118,7 @@ def head_scale(op, name, scale, kv_heads, like) -> int:
 def rope_append(q, k, v, positions, slots, cos_sin, q_norm, k_norm, k_scale, v_scale, k_cache, v_cache, eps, rotary_style):
     """The schema's positional arguments (csrc/ops.cpp)."""
     floats = ("float32", "bfloat16", "float16")
-    check.tensor(OP, "q", q, floats, (None, None, None), q, True)
+    check.output(OP, "q", q, floats, (None, None, None), q)
     rows, q_heads, d = q.shape
     check.that(1 <= d <= 1024, OP, f"head_dim must be in [1, 1024]; got {check.describe(q)}. Fix: pass q [R, Hq, D].")
     same = (check.dtype_name(q.dtype),)
@@ -131,9 +131,9 @@ def rope_append(q, k, v, positions, slots, cos_sin, q_norm, k_norm, k_scale, v_s
     max_positions, rot = cos_sin.shape
     check.that(rot % 2 == 0 and rot <= d, OP, f"cos_sin must have an even width of at most {d}; got {check.describe(cos_sin)}. "
                "Fix: pass rot/2 cosines then rot/2 sines, rot <= head_dim.")
-    check.tensor(OP, "k_cache", k_cache, CACHES, (None, None, kv_heads, d), q, True)
+    check.output(OP, "k_cache", k_cache, CACHES, (None, None, kv_heads, d), q)
     page_size = k_cache.shape[1]
-    check.tensor(OP, "v_cache", v_cache, (check.dtype_name(k_cache.dtype),), (k_cache.shape[0], page_size, kv_heads, d), q, True)
+    check.output(OP, "v_cache", v_cache, (check.dtype_name(k_cache.dtype),), (k_cache.shape[0], page_size, kv_heads, d), q)
     check.that(rotary_style in (0, 1), OP, f"rotary_style must be 0 (neox) or 1 (gptj); got {rotary_style}. Fix: pass one of the two.")
     check.that(eps >= 0, OP, f"eps must be >= 0; got {eps:g}. Fix: pass the model's rms_norm_eps.")
     check.optional(OP, "q_norm", q_norm, floats, (d,), q)

@@ -40,7 +40,9 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     and the workspace is exact_workspace_for's. The CPU op is always exact; the Triton version refuses it.
     settled=True promises that everything but q and the rows of the tree itself (lengths, page table, mask, K and V of the prefix) was
     written before the launch before this one in the stream began: small models' kernel then reads it while that launch still runs.
-    Errors: RuntimeError for shapes, dtypes, devices; on the CPU also for bad cu_nodes, prefix_len or page ids, which the
+    out and lse may have strides of their own, but none that lets two elements meet; q may have no heads. row_base + R below 2^31;
+    |scale| and softcap at most 2e38, softcap 0 or at least 1e-37.
+    Errors: RuntimeError for shapes, dtypes, devices and those limits; on the CPU also for bad cu_nodes, prefix_len or page ids, which the
     CUDA kernel clamps.
     Cost: one read of the visible KV per 96 rows of a kv head (CUDA: per 128 rows, 64 for head_dim 256); one launch (exact: two). Graph-safe when out and workspace are given.
     Source: online softmax over tiles (Milakov, Gimelshein 2018; FlashAttention-2, Dao 2023); split by equal ranges (stream-K,
@@ -52,5 +54,5 @@ def tree_attention(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
         workspace = exact_workspace_for(q, k_cache, page_table) if exact else workspace_for(q, k_cache, prefix_len.shape[0])
     _ops.require_kernel("tree_attention", q.device)
     _ops.get("tree_attention")(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, schedule, sinks, k_scale, v_scale, out,
-                               lse, workspace, row_base, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap, exact, settled)
+                               lse, workspace, row_base, max(1, q.shape[-1]) ** -0.5 if scale is None else scale, window, softcap, exact, settled)
     return out

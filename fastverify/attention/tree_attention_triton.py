@@ -201,12 +201,17 @@ def check_arguments(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table,
     check.tensor(OP, "page_table", page_table, check.I32, (requests, None), q, True)
     check.optional(OP, "mask", mask, check.I64, (rows, None), q, True)
     check.optional(OP, "sinks", sinks, check.F32, (heads,), q)
-    check.tensor(OP, "out", out, (check.dtype_name(q.dtype),), (rows, heads, d), q, True)
-    check.optional(OP, "lse", lse, check.F32, (rows, heads), q, True)
+    check.output(OP, "out", out, (check.dtype_name(q.dtype),), (rows, heads, d), q)
+    check.output(OP, "lse", lse, check.F32, (rows, heads), q)
     check.that(row_base >= 0, OP, f"row_base must be >= 0; got {row_base}. Fix: pass the forest column of each request's first row.")
+    check.that(row_base <= 2**31 - 1 - rows, OP, f"row_base must be at most {2**31 - 1 - rows} with {rows} rows; got {row_base}. "
+               "Fix: pass the forest column of each request's first row.")
     check.that(0 <= window < 2**31, OP, f"window must be in [0, 2^31); got {window}. Fix: pass 0 for full attention.")
     check.that(0 <= softcap < math.inf, OP, f"softcap must be finite and >= 0; got {softcap:g}. Fix: pass 0 for none.")
+    check.that(softcap == 0 or 1e-37 <= softcap <= 2e38, OP, f"softcap must be 0 or in [1e-37, 2e+38] (float32); got {softcap:g}. "
+               "Fix: pass 0 for none.")
     check.that(math.isfinite(scale), OP, f"scale must be finite; got {scale:g}. Fix: pass head_dim ** -0.5.")
+    check.that(abs(scale) <= 2e38, OP, f"scale must be at most 2e+38 (float32); got {scale:g}. Fix: pass head_dim ** -0.5.")
 
 
 @functools.lru_cache(maxsize=None)

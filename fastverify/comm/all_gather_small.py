@@ -10,7 +10,8 @@ from .. import _ops
 def all_gather_small(x: torch.Tensor, comm, out: Optional[torch.Tensor] = None) -> torch.Tensor:
     """x of every rank -> out [world, *x.shape], in rank order.
 
-    x of any dtype, contiguous, the same shape on every rank, at most 64 KiB. out: written; allocated if not given.
+    x of any dtype, contiguous, the same shape on every rank, at most 64 KiB. out: written; allocated if not given; on CUDA
+        x may be out[rank] but not overlap out otherwise.
         A virtual communicator takes x [world, ...] and gives out [world, world, ...].
 
     For keys, candidates and draft top-k: what verify_tree_combine folds. Errors and deadline: see all_reduce.

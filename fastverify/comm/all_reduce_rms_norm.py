@@ -14,7 +14,8 @@ def all_reduce_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.T
     x [rows, H] float32|float16|bfloat16, this rank's partial result; residual [rows, H] the same on every rank, changed;
         weight [H]. A virtual communicator takes x, residual and out with a leading [world].
     prefetch int64 [P, 2] on the device: (address, bytes) ranges that idle blocks pull into L2 (see prefetch_table).
-    out: like residual, written; allocated if not given.
+    out: like residual, written; allocated if not given. out, residual and weight must not share memory: refused. On CUDA x may be
+        out itself but not overlap it otherwise.
 
     The sum is rounded to x's dtype (as it travels), added to the residual in fp32 and rounded again; the norm is taken of
     that in fp32 and rounded once (Zhang and Sennrich 2019, RMSNorm). All ranks get the same bits.

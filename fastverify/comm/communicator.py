@@ -7,6 +7,7 @@ from typing import Callable, Optional
 import torch
 import torch.distributed as dist
 
+from .._checks import describe
 from .nccl import END_SECONDS, open_nccl, wait_or_abort
 from .slabs import call_state, host_slabs, peer_slabs, wait_until_idle
 from .topology import _control
@@ -22,6 +23,7 @@ ISLAND_BYTES = 32 << 10  # islands=True: up to here a third hop costs what the l
 MOST_PIECES = 32  # of an all_reduce_columns that waits for them
 _MISSING_MASK, _STATUS_WORDS = 5, 8
 _FAILURE, _FAILED_RANK, _FAILED_EPOCH, _FAILED_STAGE = 0, 1, 3, 4
+_LOST_WORDS = ("connection", "closed", "timed out", "timeout", "reset by peer", "refused", "broken pipe")  # of gloo's errors
 BACKENDS = ("auto", "peer", "host", "nccl")
 
 
@@ -34,13 +36,14 @@ class Communicator:
 
     group: torch.distributed process group (default: the default group); only set-up goes through it, over a gloo group
         of its own. device: where tensors live. On the CPU the group itself moves the data and the op folds it, so that
-        every device has one meaning of the sum.
+        every device has one meaning of the sum. There a call waits as long as the group's timeout says (init_process_group), not
+        `deadline`, and gloo aborts the process where ranks call with different sizes: debug=True names such a call instead.
     max_bytes: the largest input of one rank; sizes the memory (6 W max_bytes on the GPU).
     backend, on CUDA: "peer" (GPU memory that peers write, through NVLink or PCIe), "host" (mailboxes in /dev/shm, for
         machines without peer access), "nccl" (NCCL alone, a communicator of our own), "auto": peer where every pair proves
         it (fastverify.comm.peer_check), else host, else NCCL; beside it NCCL, where there is one, for inputs above a
         measured crossover and above max_bytes.
-    deadline: seconds a call waits for its peers before it gives up on all ranks. NCCL itself waits for ever: wait().
+    deadline: seconds a call waits for its peers before it gives up on all ranks. NCCL itself waits for ever: wait(). Not on the CPU.
     one_shot_bytes: inputs up to here take one hop (W - 1 copies), larger ones two; None: measured ("auto") or a rule per W.
     nccl: options of ncclConfig_t (fastverify.comm.nccl.nccl_config); given, NCCL stands beside "peer" and "host" too.
     deterministic: NCCL is used only where the backend is "nccl": its sums are equal on all ranks but may round elsewhere
@@ -69,6 +72,8 @@ class Communicator:
         if backend not in BACKENDS:
             raise ValueError(f"Communicator: backend must be {'|'.join(BACKENDS)}; got {backend!r}. Fix: leave it at \"auto\".")
         check_forms(wire, islands, deterministic)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"Communicator: device must be cpu|cuda; got {self.device}. Fix: pass the device that the tensors live on.")
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.virtual, self.gathers = False, self.device.type == "cpu"
@@ -108,7 +113,7 @@ class Communicator:
     def _reset(self) -> None:
         self._stream, self._side, self._memory, self.overlap_rows = None, None, [], OVERLAP_ROWS["gathered"]
         self.nccl, self._nccl_handle, self.nccl_library, self.nccl_bytes, self.splits = None, None, None, None, {}
-        self.tuned, self.debug = "nothing was measured", False
+        self.tuned, self.debug, self.closed = "nothing was measured", False, False
         self._control_group, self._lost, self.wire, self.islands = None, False, "exact", False
 
     def _connect(self, backend: str, max_bytes: int) -> tuple:
@@ -224,6 +229,8 @@ class Communicator:
 
     def begin(self, op: str, x: torch.Tensor) -> None:
         """Before every call: the checks that only the host can make."""
+        if self.closed:
+            raise RuntimeError(f"{op}: comm must be the handle of a Communicator that is open; got one that was closed. Fix: make a new one.")
         if self.debug and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             said = self._exchange(f"{op} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}")
             if len(set(said)) > 1:
@@ -260,15 +267,22 @@ class Communicator:
         self._stream = None
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x of every rank, [world, *x.shape], through the process group. CPU only."""
-        gathered = x.new_empty((self.world, *x.shape))
+        """x of every rank, [world, *x.shape], through the process group, as bytes: it knows few dtypes. CPU only."""
+        if not x.is_cpu:
+            raise RuntimeError(f"Communicator: x must be on cpu, the device of the communicator; got {describe(x)}. "
+                               "Fix: make the Communicator for the device of x.")
+        sent = x.detach().contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+        gathered = sent.new_empty((self.world, sent.numel()))
         try:
-            dist.all_gather(list(gathered.unbind(0)), x.contiguous(), group=self.group)
-        except RuntimeError as exc:
-            raise CommunicatorError(
-                f"Communicator: all {self.world} ranks must take part; got {exc}. Fix: look at the ranks that left or hang, "
-                "then make the process group and the communicator again.") from exc
-        return gathered
+            dist.all_gather(list(gathered.unbind(0)), sent, group=self.group)
+        except (RuntimeError, ValueError) as exc:
+            if any(word in str(exc).lower() for word in _LOST_WORDS):
+                raise CommunicatorError(
+                    f"Communicator: all {self.world} ranks must take part; got {exc}. Fix: look at the ranks that left or hang, "
+                    "then make the process group and the communicator again.") from exc
+            raise CommunicatorError(f"Communicator: the process group must gather CPU tensors; got {exc}. Fix: make it with the backend "
+                                    "gloo, then the communicator again.") from exc
+        return gathered.view(-1).view(x.dtype).view(self.world, *x.shape)
 
     def gather_rows(self, words: torch.Tensor) -> torch.Tensor:
         """words [R, K] of every rank -> [world, R, K], in as many small gathers as their size takes."""
@@ -320,6 +334,7 @@ class Communicator:
     def close(self) -> None:
         """Later calls are refused in words. Collective on CUDA: peers may still be writing until all have come. Graphs that
         captured NCCL calls keep it from closing in order: drop them first, else it is left behind after some seconds."""
+        self.closed = True
         self._handle.close()
         if self.nccl is not None:
             wait_until_idle(self.device)

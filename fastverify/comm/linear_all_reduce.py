@@ -47,6 +47,8 @@ def cut(rows: int, weight: torch.Tensor, comm, split: Optional[tuple] = None) ->
     """(kind, pieces) for a linear of this weight on this communicator: `split`, else the tuner's or the rule's; more pieces where
     one would be larger than a sum may be."""
     n = weight.shape[0]
+    if n == 0:
+        raise ValueError(f"linear_all_reduce: weight must have at least one row; got {list(weight.shape)}. Fix: pass weight [N, K / W].")
     measured = comm.splits.get(shape_name(n, weight.shape[1], weight.dtype)) if comm.splits else None
     kind, pieces = split or split_for(rows, n, measured or [], comm.overlap_rows)
     if kind not in KINDS or not fits(n, weight.element_size(), kind, pieces):

@@ -17,7 +17,7 @@ def compact_kv(k_cache: Caches, v_cache: Optional[Caches], path: torch.Tensor,
     """Cache position prefix_len[b] + path[b, i] -> prefix_len[b] + i for i < num_tokens_out[b], in place.
 
     k_cache, v_cache [L, pages, page_size, ...] of any dtype (bytes are copied; v_cache None for latent caches);
-        dimensions past page_size dense. Both are changed. Lists of layers [pages, page_size, ...]: compact_kv_layers.
+        dimensions past page_size dense, no two elements in one place. Both are changed. Lists of layers [pages, page_size, ...]: compact_kv_layers.
     path int32 [B, D]: accepted nodes, root 0 first, -1 after the end. num_tokens_out int32 [B]: rows to keep.
     prefix_len int32 [B] (before this step's tokens are added), page_table int32 [B, P].
     aux [R, A] (rows flat by cu_nodes int32 [B+1], any dtype): row cu_nodes[b] + path[b, i] -> aux_out row

@@ -117,6 +117,7 @@ def _row_length(name: str, t: torch.Tensor) -> int:
         check.that(t.shape[d] <= 1 or t.stride(d) == row, _OP, f"{name} must be dense in the dimensions past page_size; got "
                    f"{check.describe(t)} with other strides. Fix: allocate the cache as [L, pages, page_size, ...].")
         row *= t.shape[d]
+    check.own_memory(_OP, name, t)
     return row
 
 

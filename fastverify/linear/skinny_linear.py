@@ -20,13 +20,16 @@ def skinny_linear(x: torch.Tensor, weight: torch.Tensor, *, bias: Optional[torch
     norm [K]: of an RMSNorm of x. On CUDA it is multiplied into the weight, rounded there, and the factor of a row of x is applied to
           its sums; on the CPU x is normed first and rounded. None: x as it is.
     kind  PLAIN: out [R, N]. ADD: out [R, N] (in/out) += product. SILU_MUL: out [R, N/2] = silu(first half) * second half
-    out   written and returned; allocated when None (not for ADD)
+    out   written and returned; allocated when None, which ADD refuses. As copy, every element must have memory of its own
     copy  [R, N], rows may be strided: gets out's values too (not for SILU_MUL)
     The bits of a row depend on K and N alone, not on the rows beside it, their number or their place (CUDA; the basis of
     exact mode). Errors: RuntimeError on a wrong shape, dtype or device. Cost: the weight once per 32 rows, one launch, which
     may start while the launch before it ends (sm_90 and newer). Graph-safe with `out`. Source: csrc/linear/skinny_linear.cu.
     """
     if out is None:
+        if kind == ADD:
+            raise RuntimeError("skinny_linear: out must be given for kind 1, which adds to it; got None. Fix: pass the residual as out, "
+                               "or kind=PLAIN.")
         out = torch.empty(x.shape[0], weight.shape[0] // (2 if kind == SILU_MUL else 1), dtype=x.dtype, device=x.device)
     _ops.require_kernel("skinny_linear", x.device)
     _ops.get("skinny_linear")(x, weight, bias, norm, out, eps, kind, copy)

@@ -15,7 +15,7 @@ def skinny_qkv(x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor, s
     x [R, K], weight [(Hq + 2 Hkv) D, K] (q rows, then k, then v), bias, norm, eps: as in skinny_linear
     positions int32 [R], slots int64 [R]; a row with a negative slot is not touched
     cos_sin float32 [max_positions, D]; D a multiple of 16
-    q [R, Hq, D], k_cache, v_cache [pages, page_size, Hkv, D] of x's dtype: written
+    q [R, Hq, D], k_cache, v_cache [pages, page_size, Hkv, D] of x's dtype: written; no two elements of one may meet
     settled=True promises that positions and slots were written before the launch before this one in the stream began: they are read
     while that launch still runs.
     Errors: RuntimeError on a wrong shape, dtype or device; on the CPU also for a slot or position out of range (a GPU leaves

@@ -119,6 +119,8 @@ def product(x: "torch.Tensor | DeferredNorm", weight: torch.Tensor, *, out: Opti
     rows = x if normed is None else x.scaled
     outer, inner = weight.shape
     if out is None:
+        if add:
+            raise RuntimeError("product: out must be given with add=True, which adds to it; got None. Fix: pass the residual as out, or add=False.")
         out = torch.empty(rows.shape[0], outer // 2 if silu else outer, dtype=rows.dtype, device=rows.device)
     if then is not None:
         then.parts = outer // WIDE

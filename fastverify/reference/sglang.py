@@ -167,6 +167,10 @@ def _write_links(b: int, parents: list, positions, retrive_index, retrive_next_t
             retrive_next_sibling[b, a] = c
 
 
+def _int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
 def sgl_build_tree_kernel_efficient(parent_list, selected_index, verified_seq_len, tree_mask, positions, retrive_index,
                                     retrive_next_token, retrive_next_sibling, topk, depth, draft_token_num,
                                     tree_mask_mode) -> None:
@@ -174,6 +178,7 @@ def sgl_build_tree_kernel_efficient(parent_list, selected_index, verified_seq_le
     ends the chain: the node sees what was found and the root, and no link leads to it."""
     n, lengths = draft_token_num, verified_seq_len.tolist()
     flat = tree_mask.view(torch.uint8).flatten() if tree_mask_mode < 2 else tree_mask.flatten().view(torch.uint8)
+    fitting = [length if 0 <= length <= flat.numel() else flat.numel() + 1 for length in lengths]
     for b, length in enumerate(lengths):
         chosen, listed = selected_index[b].tolist(), parent_list[b].tolist()
 
@@ -191,7 +196,7 @@ def sgl_build_tree_kernel_efficient(parent_list, selected_index, verified_seq_le
             while at > 0 and len(seen) < n:
                 seen.append(at)
                 at = parents[at]
-            positions[b * n + i] = length + len(set(seen))
+            positions[b * n + i] = _int64(length + len(set(seen)))
             row = [int(j == 0 or j in seen) for j in range(n)]
             if tree_mask_mode >= 2:
                 size = 8 if tree_mask_mode == 3 else 4 if n > 16 else 2 if n > 8 else 1
@@ -199,7 +204,7 @@ def sgl_build_tree_kernel_efficient(parent_list, selected_index, verified_seq_le
                 row = list(bits.to_bytes(size, "little"))
                 start = (b * n + i) * size
             elif tree_mask_mode == 0:
-                start = n * (sum(lengths[:b]) + n * b) + (length + n) * i + length
+                start = n * (sum(fitting[:b]) + n * b) + (fitting[b] + n) * i + fitting[b]
             else:
                 start = n * (n * b + i)
             if start >= 0 and start + len(row) <= flat.numel():
@@ -215,4 +220,4 @@ def sgl_reconstruct_indices_from_tree_mask(tree_mask, verified_seq_len, position
         above = [[j for j in range(i) if rows[b][i][j]] for i in range(n)]
         _write_links(b, [a[-1] if a else -1 for a in above], positions, retrive_index, retrive_next_token, retrive_next_sibling)
         for i in range(n):
-            positions[b * n + i] = int(verified_seq_len[b]) + len(above[i])
+            positions[b * n + i] = _int64(int(verified_seq_len[b]) + len(above[i]))

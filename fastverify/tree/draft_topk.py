@@ -28,7 +28,7 @@ def draft_topk(logits: torch.Tensor, k: Optional[int] = None, d2t: Optional[torc
     """Top k of log_softmax(logits) per row, descending; equal logits: lower draft id first.
 
     logits    float32|float16|bfloat16 [R, Vd], any row stride; NaN, +inf and -inf count as -inf
-    k         1 <= k <= min(64, Vd); may be left out when `values` is given
+    k         1 <= k <= min(64, Vd); may be left out when `values` or `tokens` is given
     d2t       int64 [Vd] offsets: target id = draft id + d2t[draft id]; None: draft ids are target ids
     cu_nodes  int32 [B+1]: rows >= cu_nodes[B] are padding (values 0, tokens 0); None: all rows count
     values    float32 [R, k], written: x - max - log(sum of exp(x - max)) in the exact arithmetic of
@@ -43,6 +43,8 @@ def draft_topk(logits: torch.Tensor, k: Optional[int] = None, d2t: Optional[torc
     Cost: reads R * Vd logits once. Graph-safe when both outputs are given. Source: csrc/tree/draft_topk.cpp, .cu.
     """
     if values is None:
+        if k is None and tokens is None:
+            raise RuntimeError("draft_topk: k must be given where values and tokens are not; got None. Fix: pass k.")
         width = k if tokens is None else tokens.size(1)
         values = torch.empty(logits.size(0), width, dtype=torch.float32, device=logits.device)
     if tokens is None:

@@ -37,7 +37,8 @@ def prepare_tree(parents: Optional[torch.Tensor], cu_nodes: torch.Tensor, prefix
     out         Prepared: tensors to write, mutated in place and returned
 
     A parent outside [-1, i) counts as -1 and sets flag bit 2. So do, where those outputs are asked for, a column past
-    the mask words (its bit is left out) and one past the page table or on a negative page (slot -1). A cu_nodes that
+    the mask words (its bit is left out) and one past the page table or on a negative page (slot -1); on the CPU also a
+    position past int32, which wraps (a GPU writes the same and no flag). A cu_nodes that
     does not start at 0, decreases or passes R: flag bit 2 for all, no rows. Never a hang.
     Errors: RuntimeError on a wrong shape, dtype or device. Cost: O(R * W), one launch. Graph-safe.
     Source: csrc/tree/prepare_tree.cpp, .cu, csrc/algo/tree.h, csrc/algo/schedule.h.

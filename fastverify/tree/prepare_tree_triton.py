@@ -158,6 +158,7 @@ def check_arguments(parents, cu_nodes, prefix_len, page_table, mask, depth, posi
     check.that(mask is None or 1 <= mask.shape[1] <= check.MAX_MASK_WORDS, _OP, f"mask must be 1..{check.MAX_MASK_WORDS} words "
                f"wide; got {'' if mask is None else check.describe(mask)}. Fix: allocate ceil(columns/64) words per row.")
     check.that(page_size >= 1, _OP, f"page_size must be at least 1; got {page_size}. Fix: pass the cache's page size.")
+    check.that(page_size <= 2**31 - 1, _OP, f"page_size must be at most {2**31 - 1}; got {page_size}. Fix: pass the cache's page size.")
     check.that(0 <= row_base <= 2**31 - 1, _OP, f"row_base must be in 0..{2**31 - 1}; got {row_base}. "
                "Fix: pass the forest column of the first row (0 for a verify tree).")
     return rows

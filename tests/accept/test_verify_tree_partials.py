@@ -13,7 +13,7 @@ from conftest import positional, run_op
 from fastverify import _ops
 from fastverify.accept.verify_tree import Sampling
 from fastverify.accept.verify_tree_combine import verify_tree_sharded
-from fastverify.accept.verify_tree_partials import STATE_WORDS, num_rounds, partial_words
+from fastverify.accept.verify_tree_partials import STATE_WORDS, num_rounds, partial_words, verify_tree_partials
 
 TREE = ("tokens", "parents", "cu_nodes", "prefix_len", "active")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -204,6 +204,12 @@ def test_bad_arguments_raise_in_words(rng):
     ]:
         with pytest.raises(RuntimeError, match=message):
             _ops.get("verify_tree_partials")(*positional("verify_tree_partials", **{**good, **over}))
+
+
+def test_rounds_that_there_are_not(rng):
+    case = verify_case(rng, batch=1, nodes=2, vocab=11, fixed_nodes=True)
+    with pytest.raises(RuntimeError, match=r"verify_tree_partials: rounds must be 1\|2\|10; got 3. Fix: pass num_rounds"):
+        verify_tree_partials(case["logits"], *(case[k] for k in TREE), None, None, vocab_offset=0, vocab_size=11, round=0, rounds=3)
 
 
 def test_opcheck(rng):

@@ -243,6 +243,11 @@ def test_no_rows(backend, rng):
     assert (empty["k_cache"] == SENTINEL).all()
 
 
+@pytest.mark.parametrize("q_heads,kv_heads,rot", [(0, 2, 16), (6, 0, 16), (0, 0, 16), (6, 2, 0)])
+def test_no_heads_or_no_rotation(backend, rng, q_heads, kv_heads, rot):
+    compare(backend, rope_case(rng, q_heads=q_heads, kv_heads=kv_heads, rot=rot))
+
+
 def base_case() -> dict:
     return rope_case(torch.Generator().manual_seed(0), rows=5, skip=0.0)
 
@@ -277,6 +282,10 @@ BAD_ARGUMENTS = [
     (dict(v_cache=torch.zeros(3, 4, 2, 16)), "v_cache must be float32 .4, 4, 2, 16. on cpu; got float32 .3, 4, 2, 16."),
     (dict(rotary_style=2), "rotary_style must be 0 .neox. or 1 .gptj.; got 2. Fix: "),
     (dict(eps=-1e-6), "eps must be >= 0; got -1e-06. Fix: "),
+    (dict(k_cache=torch.zeros(1, 4, 2, 16).expand(4, 4, 2, 16)), "k_cache must have memory of its own for every element; got float32 .4, 4, 2, 16. on cpu "
+                                                                 "with strides that overlap. Fix: "),
+    (dict(v_cache=torch.zeros(512).as_strided((4, 4, 2, 16), (112, 32, 16, 1))), "v_cache must have memory of its own for every element"),
+    (dict(q=torch.zeros(1, 6, 16).expand(5, 6, 16)), "q must have memory of its own for every element"),
 ]
 
 

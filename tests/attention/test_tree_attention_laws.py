@@ -133,6 +133,19 @@ BAD_ARGUMENTS = [
     (dict(softcap=-1.0), "softcap must be finite and >= 0; got -1. Fix: "),
     (dict(softcap=INF), "softcap must be finite and >= 0; got inf"),
     (dict(scale=float("nan")), "scale must be finite; got nan. Fix: "),
+    (dict(row_base=2**63 - 1), "row_base must be at most 2147483639 with 8 rows; got 9223372036854775807. Fix: "),
+    (dict(row_base=2**31 - 8), "row_base must be at most 2147483639 with 8 rows; got 2147483640. Fix: "),
+    (dict(softcap=1e300), r"softcap must be 0 or in .1e-37, 2e.38. .float32.; got 1e.300. Fix: "),
+    (dict(softcap=1e-300), r"softcap must be 0 or in .1e-37, 2e.38. .float32.; got 1e-300. Fix: "),
+    (dict(scale=1e300), r"scale must be at most 2e.38 .float32.; got 1e.300. Fix: "),
+    (dict(scale=-1e300), r"scale must be at most 2e.38 .float32.; got -1e.300. Fix: "),
+    (dict(out=torch.zeros(1, 6, 16).expand(8, 6, 16)), "out must have memory of its own for every element; got float32 .8, 6, 16. on cpu with strides "
+                                                       "that overlap. Fix: "),
+    (dict(out=torch.zeros(8 * 96).as_strided((8, 6, 16), (80, 16, 1))), "out must have memory of its own for every element"),
+    (dict(out=torch.zeros(8 * 96).as_strided((8, 6, 16), (16, 16, 1))), "out must have memory of its own for every element"),
+    (dict(lse=torch.zeros(1, 6).expand(8, 6)), "lse must have memory of its own for every element"),
+    (dict(q=torch.zeros(8, 6, 0), k_cache=torch.zeros(7, 4, 2, 0), v_cache=torch.zeros(7, 4, 2, 0)), "head_dim must be in .1, 1024. and page_size >= 1; got "),
+    (dict(k_cache=torch.zeros(7, 4, 0, 16), v_cache=torch.zeros(7, 4, 0, 16)), "q must have a multiple of the cache's 0 kv heads; got "),
 ]
 
 
@@ -143,6 +156,29 @@ def test_bad_arguments_raise_in_words(over, message):
     with pytest.raises(RuntimeError, match="tree_attention: " + message):
         _ops.get(OP)(*positional(OP, **case))
     assert torch.equal(case["out"].nan_to_num(7.0), before.nan_to_num(7.0))  # nothing was written
+
+
+def test_no_query_heads_no_requests_and_the_largest_row_base(rng):
+    case = attention_case(rng, [5, 2], [9, 3], padding=0)
+    args = [case[k] for k in ("k_cache", "v_cache", "cu_nodes", "prefix_len", "page_table")]
+    assert tree_attention(case["q"][:, :0], *args, mask=case["mask"]).shape == (7, 0, case["q"].shape[2])
+    none = [case["k_cache"], case["v_cache"], i32(0), i32(), torch.zeros(0, 3, dtype=torch.int32)]
+    assert tree_attention(case["q"], *none).eq(0).all() and tree_attention(case["q"][:0], *none).shape == case["q"][:0].shape
+    with pytest.raises(RuntimeError, match="tree_attention: head_dim must be in "):
+        tree_attention(torch.zeros(7, 2, 0), torch.zeros(7, 4, 2, 0), torch.zeros(7, 4, 2, 0), *args[2:])
+    with pytest.raises(RuntimeError, match="page_table must cover positions"):
+        tree_attention(case["q"], *args, row_base=2**31 - 1 - 7)
+
+
+def test_outputs_with_strides_of_their_own(rng):
+    """Rows of a wider matrix, and heads before rows: no two elements meet."""
+    case = attention_case(rng, [5, 2], [9, 3], padding=0)
+    want, (rows, heads, d) = run(case)["out"], case["q"].shape
+    wide, turned = torch.full((rows, 2 * heads, d + 8), 7.0), torch.full((heads, rows, d), 7.0)
+    for out in (wide[:, heads:, :d], turned.transpose(0, 1)):
+        _ops.get(OP)(*positional(OP, **{**case, "out": out}))
+        assert torch.equal(out, want)
+    assert wide[:, :heads].eq(7).all() and wide[:, :, d:].eq(7).all()
 
 
 def test_wrapper_allocates_and_defaults(rng):

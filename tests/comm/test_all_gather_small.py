@@ -3,7 +3,7 @@
 import pytest
 import torch
 from comm_cases import KERNELS, gathered, virtual
-from conftest import positional, run_op
+from conftest import implementation, positional, run_op
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bfloat16, torch.float32])
@@ -47,6 +47,14 @@ def test_mixed_with_all_reduce(rng, backend):
             x = torch.randint(-9, 9, (3, 300), generator=rng).float()
             got = run_op(backend, "all_reduce", x=x, out=torch.zeros_like(x), comm=comm.handle)["out"]
             assert torch.equal(got, x.sum(0).expand_as(x))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_out_over_x(rng, backend):
+    comm = virtual(backend, 2)
+    both = torch.zeros(2 * 2 * 8, device="cuda" if backend == "cuda" else "cpu")
+    with pytest.raises(RuntimeError, match="all_gather_small: out must not share memory with x; got tensors that overlap.* Fix: "):
+        implementation(backend, "all_gather_small")(both[:16].view(2, 8), both.view(2, 2, 8), comm.handle)
 
 
 def test_bad_arguments():

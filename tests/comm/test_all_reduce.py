@@ -3,7 +3,7 @@
 import pytest
 import torch
 from comm_cases import DTYPES, KERNELS, fold, gathered, virtual
-from conftest import positional, run_op
+from conftest import implementation, positional, run_op
 
 from fastverify import CommunicatorError, all_reduce
 from fastverify.comm.topology import _control
@@ -161,6 +161,13 @@ def test_public_function_in_place(rng, backend):
     assert all_reduce(x, comm, out=x) is x and torch.equal(x.cpu(), want)
 
 
+@pytest.mark.parametrize("backend", KERNELS)
+def test_out_over_a_part_of_x(backend):
+    comm, room = virtual(backend, 2), torch.zeros(2 * 64 + 8, device="cuda" if backend == "cuda" else "cpu")
+    with pytest.raises(RuntimeError, match="all_reduce: out must not share memory with x; got tensors that overlap.* Fix: "):
+        implementation(backend, "all_reduce")(room[:128].view(2, 64), room[8:].view(2, 64), comm.handle)
+
+
 def test_bad_arguments():
     handle = gathered(2, max_bytes=64)
     x, out = torch.zeros(2, 4), torch.zeros(4)
@@ -178,7 +185,7 @@ def test_bad_arguments():
             call(*args)
         assert text in str(error.value) and "Fix: " in str(error.value)
     handle.close()
-    with pytest.raises(RuntimeError, match="must be the handle of a Communicator"):
+    with pytest.raises(RuntimeError, match="must be the handle of a Communicator that is open; got one that was closed. Fix: make a new one."):
         call(x, out, handle.address)
 
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from comm_cases import DTYPES, KERNELS, fold, gathered, virtual
-from conftest import positional, run_op
+from conftest import implementation, positional, run_op
+
+from fastverify import all_reduce_columns
 
 
 def expected(x, out, add):
@@ -83,6 +85,21 @@ def test_traffic(rng, backend, world):
     x, out = case(rng, world, 2, 3, 64, torch.float32)
     run_op(backend, "all_reduce_columns", x=x, out=out.expand(world, -1, -1).contiguous(), ready=None, add=False, comm=comm.handle)
     assert torch.equal(comm.hooks[:, 8:8 + world].cpu(), x[0].nbytes * (1 - torch.eye(world, dtype=torch.int32))), "W - 1 times S"
+
+
+def test_the_function_says_what_is_missing():
+    comm = virtual("emulated", 2)
+    with pytest.raises(RuntimeError, match=r"all_reduce_columns: x must be \[world, pieces, rows, width\]; got float32 \[4, 8\] on cpu. Fix: "):
+        all_reduce_columns(torch.zeros(4, 8), comm)
+    with pytest.raises(RuntimeError, match="all_reduce_columns: out must be given with add=True, which adds to it; got None. Fix: "):
+        all_reduce_columns(torch.zeros(2, 3, 4, 8), comm, add=True)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_out_over_x(backend):
+    comm, x = virtual(backend, 2), torch.zeros(2, 1, 4, 8, device="cuda" if backend == "cuda" else "cpu")
+    with pytest.raises(RuntimeError, match="all_reduce_columns: out must not share memory with x; got tensors that overlap.* Fix: "):
+        implementation(backend, "all_reduce_columns")(x, x.view(2, 4, 8), None, False, comm.handle)
 
 
 def test_bad_arguments():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from comm_cases import DTYPES, KERNELS, fold, gathered, virtual
-from conftest import positional, run_op
+from conftest import implementation, positional, run_op
 
 EPS = 1e-5
 
@@ -144,6 +144,40 @@ def test_bad_arguments():
         with pytest.raises(RuntimeError) as error:
             run_op("cpu", "all_reduce_rms_norm", **{**good, **change})
         assert text in str(error.value) and "Fix: " in str(error.value)
+
+
+def test_arguments_that_share_memory():
+    """The sum is written to out, then the residual is read: out over it would drop it."""
+    handle, room = gathered(2), torch.arange(24.0)
+    x, weight, a = torch.ones(2, 3, 4), torch.ones(4), room[:12].view(3, 4)
+    for residual, w, out, text in [
+        (a, weight, a, "out must not share memory with residual"),
+        (a, weight, room[4:16].view(3, 4), "out must not share memory with residual"),
+        (room[11:23].view(3, 4), weight, a, "out must not share memory with residual"),
+        (a, room[12:16], room[12:].view(3, 4), "out must not share memory with weight"),
+        (a, room[8:12], room[12:].view(3, 4), "residual must not share memory with weight"),
+    ]:
+        with pytest.raises(RuntimeError, match=f"^all_reduce_rms_norm: {text}; got tensors that overlap, .* Fix: give "):
+            torch.ops.fastverify.all_reduce_rms_norm(x, residual, w, out, None, handle.address, EPS)
+        assert torch.equal(room, torch.arange(24.0))
+    torch.ops.fastverify.all_reduce_rms_norm(x, a, weight, room[12:].view(3, 4), None, handle.address, EPS)
+    assert torch.equal(a, torch.arange(12.0).view(3, 4) + 2)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_x_may_be_out_but_not_overlap_it(rng, backend):
+    comm, device = virtual(backend, 2), "cuda" if backend == "cuda" else "cpu"
+    x, residual, weight = case(rng, 2, 3, 64, torch.float32)
+    op, stacked = implementation(backend, "all_reduce_rms_norm"), residual.expand(2, -1, -1).contiguous().to(device)
+    room = torch.cat([x.flatten(), torch.zeros(8)]).to(device)
+    for out, res, text in [(room[8:].view_as(x), stacked, "out"), (torch.zeros_like(x).to(device), room[8:].view_as(x), "residual")]:
+        with pytest.raises(RuntimeError, match=f"all_reduce_rms_norm: {text} must not share memory with x; got .* Fix: "):
+            op(room[:x.numel()].view_as(x), res, weight.to(device), out, None, comm.handle, EPS)
+    same = x.clone().to(device)
+    op(same, stacked, weight.to(device), same, None, comm.handle, EPS)
+    want = run_op(backend, "all_reduce_rms_norm", x=x, residual=residual.expand(2, -1, -1).contiguous(), weight=weight, out=torch.zeros_like(x),
+                  comm=comm.handle, eps=EPS)
+    assert torch.equal(same.cpu(), want["out"]) and torch.equal(stacked.cpu(), want["residual"])
 
 
 def test_opcheck(rng):

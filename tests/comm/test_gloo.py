@@ -10,8 +10,12 @@ import torch.multiprocessing as mp
 from comm_cases import fold
 from ports import free_port
 
-from fastverify import (Communicator, CommunicatorError, all_gather_small, all_reduce, all_reduce_rms_norm,
+from fastverify import (Communicator, CommunicatorError, all_gather_small, all_reduce, all_reduce_columns, all_reduce_rms_norm,
                         linear_all_reduce)
+
+
+BYTES = [torch.bool, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float64, torch.complex64,
+         torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def _join(rank: int, world: int, port: int, seconds: float = 60) -> None:
@@ -61,6 +65,12 @@ def _calls(rank: int, world: int, port: int) -> None:
         words = torch.arange(100 * 256).view(100, 256) + rank  # 2 KiB a row: more than one small gather
         assert torch.equal(comm.gather_rows(words), torch.stack([words - rank + r for r in range(world)]))
         comm.check()
+        for dtype in BYTES:  # gloo itself knows few of them
+            for shape in ((3, 2), (), (0,), (5,)):
+                parts = [(torch.arange(torch.Size(shape).numel()).reshape(shape) + r).float().to(dtype) for r in range(world)]
+                got = all_gather_small(parts[rank], comm)
+                assert got.dtype is dtype and got.shape == (world, *shape)
+                assert torch.equal(got.flatten().view(torch.uint8), torch.stack(parts).flatten().view(torch.uint8)), dtype
     with Communicator(max_bytes=1 << 16, debug=True) as comm:
         assert float(all_reduce(torch.ones(3), comm)[0]) == world
         calls = [lambda: all_reduce(torch.ones(4), comm), lambda: all_gather_small(torch.ones(4), comm), lambda: all_reduce(torch.ones(5), comm)]
@@ -72,6 +82,12 @@ def _calls(rank: int, world: int, port: int) -> None:
             assert len(set(everyone)) == 1, "every rank is told the same"
     with pytest.raises(RuntimeError, match="must be the handle of a Communicator"):
         all_reduce(torch.ones(3), comm)
+    if rank == 0:  # alone: nothing is gathered first
+        for call in (lambda: all_reduce(torch.ones(3), comm), lambda: all_gather_small(torch.ones(3), comm),
+                     lambda: all_reduce_rms_norm(torch.ones(1, 3), torch.ones(1, 3), torch.ones(3), comm),
+                     lambda: all_reduce_columns(torch.ones(1, 1, 4), comm)):
+            with pytest.raises(RuntimeError, match="comm must be the handle of a Communicator that is open; got one that was closed. Fix: make a new one."):
+                call()
     dist.barrier()
     dist.destroy_process_group()  # gloo's threads abort a process that exits with them running
 
@@ -94,6 +110,40 @@ def _leave(rank: int, world: int, port: int) -> None:
 
 def test_a_rank_that_leaves_is_an_error():
     mp.spawn(_leave, (2, free_port()), nprocs=2)
+
+
+def _alone(rank: int, port: int) -> None:
+    _join(rank, 1, port)
+    for kwargs, text in [(dict(device="meta"), "Communicator: device must be cpu|cuda; got meta. Fix: "),
+                         (dict(blocks=0), "Communicator: blocks must be in 1..256; got 0. Fix: leave it out.")]:
+        with pytest.raises(ValueError) as error:
+            Communicator(**kwargs)
+        assert text in str(error.value)
+    with Communicator() as comm:
+        with pytest.raises(ValueError, match=r"linear_all_reduce: weight must have at least one row; got \[0, 8\]. Fix: "):
+            linear_all_reduce(torch.ones(2, 8), torch.ones(0, 8), comm)
+        for x, text in [(torch.ones(4, 8), r"x must be \[pieces, rows, width\]; got float32 \[4, 8\] on cpu"),
+                        (torch.ones(1, 1, 4), None)]:
+            with pytest.raises(RuntimeError, match=f"all_reduce_columns: {text or 'out must be given with add=True, which adds to it; got None'}. Fix: "):
+                all_reduce_columns(x, comm, add=True)
+        with pytest.raises(RuntimeError, match="x must be on cpu, the device of the communicator; got float32 .3. on another device. Fix: "):
+            all_reduce(torch.ones(3, device="meta"), comm)
+        residual = torch.ones(2, 4)
+        with pytest.raises(RuntimeError, match="all_reduce_rms_norm: out must not share memory with residual; got tensors that overlap"):
+            all_reduce_rms_norm(torch.ones(2, 4), residual, torch.ones(4), comm, out=residual)
+        assert residual.eq(1).all()
+        x = torch.ones(2, 4)
+        assert all_reduce_rms_norm(x, residual, torch.ones(4), comm, out=x) is x and residual.eq(2).all(), "x was copied"
+        original = dist.all_gather
+        dist.all_gather = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("No backend type associated with device type cpu"))
+        with pytest.raises(CommunicatorError, match="the process group must gather CPU tensors; got No backend type associated with device type cpu. Fix: "):
+            all_reduce(torch.ones(3), comm)
+        dist.all_gather = original
+    dist.destroy_process_group()
+
+
+def test_what_is_refused_in_words():
+    mp.spawn(_alone, (free_port(),), nprocs=1)
 
 
 def test_without_a_group():

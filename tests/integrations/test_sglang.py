@@ -272,6 +272,33 @@ def test_build_mask_too_small_for_the_lengths(backend, rng):
     same(backend, BUILD, case)
 
 
+@pytest.mark.parametrize("lengths", [[2**63 - 1, 1, 2], [1, 2**63 - 2, 2], [2**63 - 1, 2**63 - 1, 3], [2**62, 2**62, 2**62 + 1], [-(2**63), 2, 1],
+                                     [2**61, 2**61, 2**61], [1, -1, 2], [-8, 20, 2], [2**63 - 40, 3, 2**31], [3, 2**32, 2**60]])
+def test_build_lengths_at_the_end_of_int64(backend, rng, lengths):
+    """Sums and products of lengths that wrap could end inside the mask: only rows before the first such length are written."""
+    case = build_case(rng, 3, 8, 4, 3, 0)
+    want = run_op("reference", BUILD, **{**case, "verified_seq_len": torch.tensor([min(max(n, 0), 4000) for n in lengths]),
+                                         "tree_mask": torch.ones(3 * 64 + 8 * 9, dtype=torch.bool)})
+    case["verified_seq_len"], case["tree_mask"] = torch.tensor(lengths), torch.ones(3 * 64 + 8 * 9, dtype=torch.bool)
+    got = same(backend, BUILD, case)
+    bad = next(b for b, n in enumerate(lengths) if not 0 <= n < 2**30)
+    written = 64 * bad + 8 * sum(lengths[:bad])
+    assert got["tree_mask"][written:].all(), "nothing from the first length on that does not fit"
+    assert torch.equal(got["tree_mask"][:written], want["tree_mask"][:written])
+    for name in ("retrive_index", "retrive_next_token", "retrive_next_sibling"):
+        assert torch.equal(got[name], want[name])
+    depths = run_op("reference", BUILD, **{**case, "verified_seq_len": torch.zeros(3, dtype=torch.int64)})["positions"]
+    assert torch.equal(got["positions"], torch.tensor(lengths).repeat_interleave(8) + depths), "they wrap"
+
+
+def test_reconstruct_lengths_at_the_end_of_int64(backend, rng):
+    case = mask_case(rng, 2, 8)
+    zero = run_op("reference", RECONSTRUCT, **{**case, "verified_seq_len": torch.zeros(2, dtype=torch.int64)})
+    case["verified_seq_len"] = torch.tensor([2**63 - 1, -(2**63)])
+    got = same(backend, RECONSTRUCT, case)
+    assert torch.equal(got["positions"], case["verified_seq_len"].repeat_interleave(8) + zero["positions"])
+
+
 # ---- the functions ---------------------------------------------------------------------------------------------------------
 
 FUNCTIONS = {fv_sglang.verify_tree_greedy: (GREEDY, greedy_case), fv_sglang.tree_speculative_sampling_target_only: (SAMPLING, sampling_case),
@@ -353,6 +380,8 @@ BAD = [
      "draft_token_num must be at most 32 in tree_mask_mode 2; got 40. Fix: use mode 3 (up to 64 nodes) or 1."),
     (RECONSTRUCT, mask_case, dict(tree_mask=torch.zeros(191, dtype=torch.bool)),
      "tree_mask must be bool [192] on cpu; got bool [191] on cpu. Fix: pass that shape."),
+    (RECONSTRUCT, mask_case, dict(batch_size=2**62),
+     f"verified_seq_len must be int64 [{2**62}] on cpu; got int64 [3] on cpu. Fix: pass that shape."),
     (RECONSTRUCT, mask_case, dict(draft_token_num=0), "draft_token_num must be in 1..1024; got 0. Fix: draft at most that many nodes per request."),
 ]
 

@@ -214,6 +214,8 @@ BAD_ARGUMENTS = [
     (dict(k_cache=torch.zeros(3, 9)), "k_cache must be .layers, pages, page_size, .... like k_cache; got float32 .3, 9. on cpu. Fix: "),
     (dict(v_cache=torch.zeros(2, 9, 4, 2, 8)), "v_cache must be .layers, pages, page_size, .... like k_cache; got float32 .2, 9, 4, 2, 8."),
     (dict(v_cache=torch.zeros(3, 9, 4, 8, 2).transpose(3, 4)), "v_cache must be dense in the dimensions past page_size; got .* Fix: "),
+    (dict(k_cache=torch.zeros(3, 1, 4, 2, 8).expand(3, 9, 4, 2, 8)), "k_cache must have memory of its own for every element; got float32 .3, 9, 4, 2, 8. "
+                                                                     "on cpu with strides that overlap. Fix: "),
     (dict(path=torch.zeros(2, 6, dtype=torch.int64)), "path must be int32 .any, any. on cpu; got int64 .2, 6."),
     (dict(path=torch.zeros(6, 2, dtype=torch.int32).T), "path must be contiguous"),
     (dict(num_tokens_out=i32(1)), "num_tokens_out must be int32 .2. on cpu; got int32 .1."),

@@ -67,6 +67,16 @@ def test_lengths_that_lie_are_clamped(backend):
     assert got["root"].tolist() == [1, 0, 3]
 
 
+def test_counters_at_the_end_come_round(rng):
+    c = case(rng, 2, 3, 4, ring=3)
+    c["sequence"].fill_(2**63 - 1)
+    c["prefix_len"].fill_(2**31 - 1)
+    c["active"].fill_(1)
+    c["num_tokens_out"].fill_(2)
+    got = run_op("cpu", OP, **c)
+    assert got["sequence"].tolist() == [-(2**63)] and got["prefix_len"].tolist() == [1 - 2**31] * 2
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_ring(device):
     """Records come in order and wrap; a record that was never written is waited for in vain."""

@@ -73,6 +73,8 @@ BAD = [
     ("out", lambda c: c["out"][:, :8].contiguous(), "out must be bfloat16 [4, 32] on cpu; got bfloat16 [4, 8] on cpu"),
     ("kind", lambda c: 3, "kind must be 0 (plain), 1 (add to out) or 2 (silu of the first half times the second); got 3."),
     ("eps", lambda c: -1.0, "eps must be >= 0; got -1"),
+    ("out", lambda c: c["out"][:1].expand(4, 32), "out must have memory of its own for every element; got bfloat16 [4, 32] on cpu with strides that overlap"),
+    ("copy", lambda c: c["out"].flatten().as_strided((4, 32), (16, 1)), "copy must have memory of its own for every element"),
 ]
 
 
@@ -80,7 +82,7 @@ BAD = [
 def test_bad_arguments(rng, name, change, message):
     c = case(rng, 4, 64, 32, 0)
     with pytest.raises(RuntimeError, match="^skinny_linear: ") as error:
-        run_op("cpu", OP, **(c | {name: change(c)}))
+        _ops.get(OP)(*positional(OP, **(c | {name: change(c)})))
     assert message in str(error.value)
 
 
@@ -91,6 +93,12 @@ def test_opcheck_and_wrapper(rng, kind):
     want = run_op("cpu", OP, **c)["out"]
     out = skinny_linear(c["x"], c["weight"], norm=c["norm"], out=c["out"] if kind == 1 else None, eps=1e-5, kind=kind)
     assert torch.equal(out, want)
+
+
+def test_add_needs_what_it_adds_to(rng):
+    c = case(rng, 4, 64, 32, 1)
+    with pytest.raises(RuntimeError, match="^skinny_linear: out must be given for kind 1, which adds to it; got None. Fix: "):
+        skinny_linear(c["x"], c["weight"], kind=1)
 
 
 @pytest.mark.parametrize("kind", [0, 1])

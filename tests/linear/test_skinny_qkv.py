@@ -68,7 +68,18 @@ def test_what_is_out_of_range(rng):
         assert text in str(error.value)
 
 
+@pytest.mark.parametrize("heads,kv", [(4, 0), (0, 2), (0, 0)])
+def test_no_heads(rng, heads, kv):
+    c = case(rng, 4, 64, heads, kv, 16)
+    got, want = run_op("cpu", OP, **c), run_op("reference", OP, **c)
+    for name, value in want.items():
+        torch.testing.assert_close(got[name].float(), value.float(), rtol=2**-6, atol=4e-2)
+
+
 BAD = [
+    ("q", lambda c: c["q"][:1].expand(4, 4, 16), "q must have memory of its own for every element; got bfloat16 [4, 4, 16] on cpu with strides that overlap"),
+    ("k_cache", lambda c: c["k_cache"][:1].expand(9, 4, 2, 16), "k_cache must have memory of its own for every element"),
+    ("v_cache", lambda c: c["v_cache"][:, :1].expand(9, 4, 2, 16), "v_cache must have memory of its own for every element"),
     ("q", lambda c: c["q"][:, :3].contiguous(), "weight must have 112 rows (q, k and v heads); got 128."),
     ("cos_sin", lambda c: c["cos_sin"][:, :8].contiguous(), "cos_sin must be float32 [any, 16] on cpu; got float32 [50, 8] on cpu"),
     ("slots", lambda c: c["slots"].int(), "slots must be int64 [4] on cpu; got int32 [4] on cpu. Fix: cast"),
@@ -80,7 +91,7 @@ BAD = [
 def test_bad_arguments(rng, name, change, message):
     c = case(rng, 4, 64, 4, 2, 16)
     with pytest.raises(RuntimeError, match="^skinny_qkv: ") as error:
-        run_op("cpu", OP, **(c | {name: change(c)}))
+        _ops.get(OP)(*positional(OP, **(c | {name: change(c)})))
     assert message in str(error.value)
 
 

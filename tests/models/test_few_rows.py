@@ -49,6 +49,12 @@ def test_a_chain_of_products(rows, hidden, inner):
     assert torch.equal(product(fewer, gate_up, eps=1e-5).float(), y[:1])  # a row does not depend on how many there are
 
 
+def test_add_needs_what_it_adds_to():
+    from fastverify.models.few_rows_triton import product
+    with pytest.raises(RuntimeError, match="^product: out must be given with add=True, which adds to it; got None. Fix: "):
+        product(draw(1, 256).to(BF16), draw(256, 256).to(BF16), add=True)
+
+
 @pytest.mark.gpu
 def test_a_network(monkeypatch):
     """Against the same network without these products, in bfloat16."""

@@ -192,6 +192,11 @@ def test_bad_arguments(case):
     assert str(error.value) == message
 
 
+def test_no_k_and_nothing_to_tell_it_from():
+    with pytest.raises(RuntimeError, match="draft_topk: k must be given where values and tokens are not; got None. Fix: pass k."):
+        draft_topk(torch.zeros(4, 10))
+
+
 def test_missing_kernel_names_the_fix():
     with pytest.raises(RuntimeError, match="draft_topk: the device must be one this op has a kernel for; got meta"):
         draft_topk(torch.zeros(4, 10, device="meta"), 2)

@@ -137,6 +137,13 @@ def test_columns_past_the_page_table_and_the_words(backend):
     assert got["slots"].tolist() == [-1] and got["schedule"][1] == 264
 
 
+def test_positions_past_int32_are_flagged_on_the_cpu():
+    """A kernel on a GPU writes the same wrapped value and no flag."""
+    out = Prepared.empty(4, 2, 1)
+    prepare_tree(ints(-1, 0, -1, 0), ints(0, 2, 4), ints(2**31 - 1, 2**31 - 2), torch.zeros(2, 1, dtype=I32), 2**31 - 1, out._replace(slots=None))
+    assert out.positions.tolist() == [2**31 - 1, -(2**31), 2**31 - 2, 2**31 - 1] and out.flags.tolist() == [BAD_TREE, 0]
+
+
 @pytest.mark.parametrize("wanted", [f for f in Prepared._fields] + ["nothing"])
 def test_only_what_was_asked_for_is_written(backend, rng, wanted):
     parents, cu = ints(*random_parents(9, rng), *random_parents(6, rng), 7), ints(0, 9, 9, 15)
@@ -237,6 +244,7 @@ BAD = {
     "schedule": (dict(schedule=torch.zeros(4, dtype=I32)), "schedule must be int32 [5] on cpu; got int32 [4] on cpu. Fix: pass that shape."),
     "flags": (dict(flags=torch.zeros(3, dtype=I32)), "flags must be int32 [2] on cpu; got int32 [3] on cpu. Fix: pass that shape."),
     "page_size": (dict(page_size=0), "page_size must be at least 1; got 0. Fix: pass the cache's page size."),
+    "large page_size": (dict(page_size=2**62), "page_size must be at most 2147483647; got 4611686018427387904. Fix: pass the cache's page size."),
     "row_base": (dict(row_base=-1), "row_base must be in 0..2147483647; got -1. Fix: pass the forest column of the first row "
                                     "(0 for a verify tree)."),
     "chain rows": (dict(parents=None, depth=torch.zeros(3, dtype=I32)), "depth must be int32 [4] on cpu; got int32 [3] on cpu. Fix: pass that shape."),

@@ -12,7 +12,7 @@ void require(bool ok, const std::string& text) {
 }
 
 void require_blocks(int64_t blocks) {
-    require(blocks >= 1 && blocks <= kEpochWords, "blocks must be in 1..256; got " + std::to_string(blocks) + ".");
+    require(blocks >= 1 && blocks <= kEpochWords, "blocks must be in 1..256; got " + std::to_string(blocks) + ". Fix: leave it out.");
 }
 
 }  // namespace
