@@ -92,7 +92,7 @@ class Communicator:
         with torch.cuda.device(self.device):
             torch.zeros(1, device=self.device)  # the context that the control plane uses
             self.state = call_state(1, self.device)
-            self.status = torch.zeros(1, _STATUS_WORDS, dtype=torch.int32, pin_memory=True)
+            self.status = torch.zeros(1, _STATUS_WORDS, dtype=torch.int32, device="cpu", pin_memory=True)
             self.ready, self._no_pieces = torch.zeros(2, MOST_PIECES, dtype=torch.int32, device=self.device).unbind()
             transport, slabs, self.reason = self._connect(backend, max_bytes)
             if transport == "nccl" or nccl is not None or (backend == "auto" and not deterministic):
@@ -194,7 +194,7 @@ class Communicator:
         self.slabs = torch.zeros(world, size, dtype=torch.uint8, device=memory, pin_memory=pin)
         self.slabs[:, control.SLAB_HEADER:control.gather_offset(world, max_bytes)] = 0xFF
         self.state = call_state(world, "cpu" if emulated else self.device, epoch)
-        self.status = torch.zeros(world, _STATUS_WORDS, dtype=torch.int32, pin_memory=not emulated)
+        self.status = torch.zeros(world, _STATUS_WORDS, dtype=torch.int32, device="cpu", pin_memory=not emulated)
         self.ready, self._no_pieces = torch.zeros(2, MOST_PIECES, dtype=torch.int32, device=self.state.device).unbind()
         self.hooks = torch.zeros(world, 16, dtype=torch.int32, device=self.state.device) if hooks else None
         bases = [self.slabs[r].data_ptr() for r in range(world)]

@@ -154,7 +154,7 @@ def _stand_in(files: _Files) -> tuple:
     depth = _target_depth(ids)
     unknown = (ids is not None and depth is None and ids[0] != 1 and not files.flat.get("aux_convention")
                and "speculators_model_type" not in files.raw and "transformer_layer_config" not in files.raw)
-    head = torch.zeros(1, 1).expand(vocab, hidden) if width == hidden else None
+    head = torch.zeros(1, 1, dtype=torch.float32, device="cpu").expand(vocab, hidden) if width == hidden else None
     facts = TargetFacts(dict(hidden_size=width, vocab_size=vocab, num_layers=depth or _NO_TARGET_LAYERS), None, head)
     return facts, "input" if unknown else None
 

@@ -35,11 +35,11 @@ def map_health(d2t: Optional[torch.Tensor], t2d: Optional[torch.Tensor], draft_v
     if d2t is None and d2t_format != "identity":
         if vd != v:
             return facts, [say("wrong", f"no d2t for {vd} draft ids of {v}: the draft cannot be served without its map")], None
-        return facts, [say("ok", "no map: draft ids are target ids")], torch.arange(vd)
+        return facts, [say("ok", "no map: draft ids are target ids")], torch.arange(vd, device="cpu")
     if d2t is not None and (d2t.dim() != 1 or d2t.is_floating_point() or not d2t.numel()):
         return facts, [say("wrong", f"d2t must be a list of integers; it is {d2t.dtype} {list(d2t.shape)}")], None
-    raw = d2t.cpu().long() if d2t is not None else torch.zeros(vd, dtype=torch.int64)
-    index = torch.arange(raw.numel())
+    raw = d2t.cpu().long() if d2t is not None else torch.zeros(vd, dtype=torch.int64, device="cpu")
+    index = torch.arange(raw.numel(), device="cpu")
     ids = index if d2t_format == "identity" else raw if d2t_format == "absolute" else index + raw
     outside = int(((ids < 0) | (ids >= v)).sum())
     repeated = ids.numel() - ids.unique().numel()
@@ -93,8 +93,8 @@ def head_fit(head: torch.Tensor, ids: torch.Tensor, table: torch.Tensor) -> dict
     and of the larger share: "strangers", the rows nearer to most other rows than to their own; "stretches", [first draft id, last, share]
     of STRETCHES equal parts of the map; and where some are low, "shift", [s, share there, first, last]: target ids + s fit best there.
     """
-    valid = ((ids >= 0) & (ids < table.size(0)) & (torch.arange(ids.numel()) < head.size(0))).nonzero()[:, 0]
-    pick = valid[torch.randperm(valid.numel(), generator=torch.Generator().manual_seed(0))[:HEAD_SAMPLE]]
+    valid = ((ids >= 0) & (ids < table.size(0)) & (torch.arange(ids.numel(), device="cpu") < head.size(0))).nonzero()[:, 0]
+    pick = valid[torch.randperm(valid.numel(), device="cpu", generator=torch.Generator().manual_seed(0))[:HEAD_SAMPLE]]
     out = dict(n=pick.numel())
     if pick.numel() < 64:
         return out
@@ -171,7 +171,7 @@ def embedding_match(own: torch.Tensor, target: torch.Tensor) -> tuple:
         return {}, [Finding("note", "embedding", f"the draft's own, of width {own.size(1)}: the target's has {target.size(1)}, so "
                             "they cannot be compared")]
     n = min(own.size(0), target.size(0))
-    pick = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:4096]
+    pick = torch.randperm(n, device="cpu", generator=torch.Generator().manual_seed(0))[:4096]
     a, b = own[pick].float(), target[pick].float()
     dead = (a.norm(dim=-1) == 0) & (b.norm(dim=-1) == 0)  # padding rows
     cosine = torch.nn.functional.cosine_similarity(a, b, dim=-1)[~dead]

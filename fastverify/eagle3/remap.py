@@ -47,7 +47,7 @@ def target_ids(tensors: dict, vocab_size: int, draft_vocab_size: int, d2t_format
     """int64 [Vd]: the target id of every draft id. Errors: load_draft's sentence about a map that cannot be right."""
     facts = SimpleNamespace(vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, sources={}, notes=[])
     offsets = vocabulary_map(facts, tensors.get("d2t"), tensors.get("t2d"), d2t_format)
-    index = torch.arange(draft_vocab_size)
+    index = torch.arange(draft_vocab_size, device="cpu")
     return index if offsets is None else index + offsets
 
 
@@ -79,10 +79,10 @@ def remap_vocab(tensors: dict, new_ids: torch.Tensor, vocab_size: int, target_he
     head, embed = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
     size = next((tensors[k].size(0) for k in ("lm_head.weight", "d2t") if k in tensors), vocab_size)
     old_ids = target_ids(tensors, vocab_size, size, d2t_format)
-    row_of = torch.full((vocab_size,), -1).index_copy_(0, old_ids, torch.arange(size))
+    row_of = torch.full((vocab_size,), -1, device="cpu").index_copy_(0, old_ids, torch.arange(size, device="cpu"))
     rows = row_of[new_ids]  # the old row of every new one, -1: none
     known = rows >= 0
-    same = known & (rows == torch.arange(len(rows)))
+    same = known & (rows == torch.arange(len(rows), device="cpu"))
     counts = RemapCounts(int(same.sum()), int((known & ~same).sum()), int((~known).sum()), size - int(known.sum()))
     out = dict(tensors)
     if head is not None:
@@ -96,8 +96,8 @@ def remap_vocab(tensors: dict, new_ids: torch.Tensor, vocab_size: int, target_he
         out["lm_head.weight"] = new_head
     elif counts.new:
         counts.source = "the target's head, which this draft uses"
-    out["d2t"] = new_ids - torch.arange(len(new_ids))
-    out["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, new_ids, True)
+    out["d2t"] = new_ids - torch.arange(len(new_ids), device="cpu")
+    out["t2d"] = torch.zeros(vocab_size, dtype=torch.bool, device="cpu").index_fill_(0, new_ids, True)
     return out, counts
 
 

@@ -276,16 +276,16 @@ def _finish(run: Any, streamer: Any) -> Result:
                 streamer.end()
             return end.value
         for t in tokens if streamer is not None else ():
-            streamer.put(torch.tensor([t]))
+            streamer.put(torch.tensor([t], device="cpu"))
 
 
 def _padded(input_ids: torch.Tensor, tokens: list, config: Any) -> torch.Tensor:
     """input_ids and the new tokens behind them, shorter texts filled with the padding token."""
     pad = getattr(config, "_pad_token_tensor", None)
     pad = int(pad) if pad is not None else config.pad_token_id or 0
-    out = torch.full((len(tokens), max(map(len, tokens))), pad, dtype=input_ids.dtype)
+    out = torch.full((len(tokens), max(map(len, tokens))), pad, dtype=input_ids.dtype, device="cpu")
     for row, ids in zip(out, tokens):
-        row[:len(ids)] = torch.tensor(ids, dtype=out.dtype)
+        row[:len(ids)] = torch.tensor(ids, dtype=out.dtype, device="cpu")
     return torch.cat([input_ids, out.to(input_ids.device)], 1)
 
 
