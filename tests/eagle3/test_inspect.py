@@ -195,7 +195,7 @@ def test_head_fit_needs_no_common_basis(rng):
     assert "structure" not in head_fit(a["lm_head.weight"][:50], ids_of(a)[:50], table)
     half = a["lm_head.weight"].clone()
     half[240:] = half[240:].roll(1, 0)  # the second half belongs elsewhere
-    assert 0.6 < head_fit(half, ids_of(a), table)["direct"] < FITS
+    assert 0.6 < head_fit(half, ids_of(a), table)["direct"] < 0.8
 
 
 @pytest.mark.skipif(demo_target_path() is None, reason="the demo target is not on this machine")
