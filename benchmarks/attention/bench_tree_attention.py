@@ -2,6 +2,7 @@
 
     python benchmarks/attention/bench_tree_attention.py --out benchmarks/results
     python benchmarks/attention/bench_tree_attention.py --shapes 1,16,8192 --only cuda,triton,xqa
+    python benchmarks/attention/bench_tree_attention.py --fp8 --shapes 8,16,8192 8,4,8192     # the cache in bf16 and in float8_e4m3fn
 """
 
 import functools
@@ -40,8 +41,26 @@ def ours(sets: list, page_size: int, backend: str) -> tuple:
     return calls, [x.out for x in sets]
 
 
+def narrow(x: inputs.Inputs) -> tuple:
+    """(x with its cache in float8, x with that cache's values): what runs, and what the oracle reads."""
+    k, v = x.k.to(torch.float8_e4m3fn), x.v.to(torch.float8_e4m3fn)
+    return x._replace(k=k, v=v), x._replace(k=k.to(x.k.dtype), v=v.to(x.v.dtype))
+
+
+def measure_fp8(bench: Bench, name: str, shape: dict, make, nbytes: int, page_size: int, own_tables: bool) -> None:
+    """Ours alone: a cache of half the bytes, scales of 1."""
+    sets, wants = inputs.layers(bench.sets(nbytes), make, own_tables), []
+    for i, x in enumerate(sets):
+        sets[i], wide = narrow(x)
+        wants += [inputs.oracle(wide)] if i < 2 else []
+    calls, outs = ours(sets, page_size, "native")
+    bench.measure(f"{name}, fp8 cache", shape, torch.bfloat16, calls, nbytes, note="own tables" if own_tables else "",
+                  check=lambda: all(inputs.right(x, o, w) for x, o, w in zip(sets, outs, wants)))
+
+
 def main() -> int:
     parser = options("tree_attention against its peers")
+    parser.add_argument("--fp8", action="store_true", help="ours once more with a float8_e4m3fn cache")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="B,N,KV")
     parser.add_argument("--heads", default="32,8,128", metavar="Q,KV,DIM")
     parser.add_argument("--page-size", type=int, default=16, help="of ours and of fa2; a divisor of 64 (xqa: always 64)")
@@ -85,6 +104,10 @@ def main() -> int:
             bench.measure(name, shape, dtype, calls, nbytes,
                           check=lambda: all(inputs.right(x, o, w) for x, o, w in zip(sets, outs, wants)),  # noqa: B023
                           note="own tables" if args.own_tables else "")
+        if args.fp8 and on_gpu:
+            del sets, wants
+            half = inputs.bytes_of(batch, nodes, prefix, *heads, 1) + 2 * batch * nodes * heads[0] * heads[2]  # q and out stay bf16
+            measure_fp8(bench, own, shape, make, half, args.page_size, args.own_tables)
     return bench.finish()
 
 

@@ -111,7 +111,7 @@ def environment(variables: dict):
 
 @contextmanager
 def one_card(wanted: bool):
-    """Several ranks on GPU 0: under MPS, or they would take turns of milliseconds. Yields why it cannot be."""
+    """Several ranks on the first visible GPU: under MPS, or they would take turns of milliseconds. Yields why it cannot be."""
     if not wanted:
         yield ""
         return
@@ -119,11 +119,16 @@ def one_card(wanted: bool):
         yield "no nvidia-cuda-mps-control"
         return
     with tempfile.TemporaryDirectory() as folder:
-        variables = dict(CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder, CUDA_VISIBLE_DEVICES="0")
+        visible = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # a daemon that saw it would number the GPUs anew for its clients
+        variables = dict(CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder)
         with environment(variables):
             started = subprocess.run(["nvidia-cuda-mps-control", "-d"], capture_output=True, text=True, timeout=20)
+            os.environ["CUDA_VISIBLE_DEVICES"] = (visible or "0").split(",")[0]
             yield "" if started.returncode == 0 else f"nvidia-cuda-mps-control: {(started.stderr or started.stdout).strip()[:200]}"
             subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", capture_output=True, text=True, timeout=20)
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
 def run_world(args, world: int) -> None:
