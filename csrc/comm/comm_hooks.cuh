@@ -30,20 +30,15 @@ __device__ __forceinline__ void hook_wait(uint32_t nanos) {
     while (global_timer() - start < nanos) spin_pause();
 }
 
-__device__ __forceinline__ bool never_arrives(const uint32_t* hooks, int peer, int region) {
-    return hooks[kHookMode] == kDead && (hooks[kHookPeer] >> (8 * region + peer) & 1);
-}
-__device__ __forceinline__ uint32_t away_and_patient(const uint32_t* hooks) {
-    hook_wait(hooks[kHookAway]);
-    return hooks[kHookPatience];
-}
+__device__ __forceinline__ bool is_dead(const uint32_t* hooks) { return hooks[kHookMode] == kDead; }
 
 // Sends one vector as the hooks say; `send(v)` stores it, `send_half(v, second)` stores one 8-byte half.
 template <class Send, class SendHalf>
-__device__ __forceinline__ void hooked_send(uint32_t* hooks, int peer, uint4 v, Send send, SendHalf send_half) {
+__device__ __forceinline__ void hooked_send(uint32_t* hooks, int peer, int region, uint4 v, Send send, SendHalf send_half) {
     atomicAdd(&hooks[kHookBytes + peer], 16u);
     const uint32_t mode = hooks[kHookMode];
-    if (mode == kNoFault || mode == kDead || hooks[kHookPeer] != static_cast<uint32_t>(peer)) return send(v);
+    if (mode == kDead && (hooks[kHookPeer] >> (8 * region + peer) & 1)) return;
+    if (mode == kNoFault || hooks[kHookPeer] != static_cast<uint32_t>(peer)) return send(v);
     const uint32_t n = atomicAdd(&hooks[kHookCounter], 1u);
     const uint32_t nth = hooks[kHookNth];
     if (mode == kStall && n >= nth) hook_wait(hooks[kHookNanos]);

@@ -81,8 +81,8 @@ FV_HD CommForm comm_form(const fv_comm& c, int64_t bytes) {
 constexpr int kEpochWords = 256;  // also the most blocks of a call
 enum CommState : int {
     kEpoch = 0,              // [block]: number of the next call, never 0; every call moves all of them on
-    kPoison = kEpochWords,   // != 0: this rank has given up
-    kWaits,                  // for whom, as in its record
+    kSaid = kEpochWords,     // its CommRecord when this rank has given up; the last word != 0: it has
+    kPoison = kSaid + 3,
     kDone,                   // number of the last call whose blocks prefetched weights, written when its rows are done
     kCommStateWords = kEpochWords + 8,
 };

@@ -14,7 +14,7 @@ inline CommArgs comm_kernel_args(const fv_comm& c, CommForm form) {
     a.stride = static_cast<uint32_t>(slot_stride(c.max_bytes) / 16);
     a.region = a.stride * static_cast<uint32_t>(c.world);
     const uint64_t grace = comm_grace_ns(c.deadline_ns);
-    a.grace = static_cast<uint32_t>(grace >> 10);
+    a.grace_ns = static_cast<uint32_t>(grace);
     a.patience_ns = c.deadline_ns > 2 * grace ? c.deadline_ns - grace : c.deadline_ns / 2;
     a.world = c.world;
     a.first_rank = c.rank;

@@ -29,8 +29,8 @@ struct CommArgs {
     CommRank first;
     uint32_t stride;       // vectors of a slot
     uint32_t region;       // and of a region: world slots. With 3 x 2 x 8 slots of 2^26 vectors, 32 bits are enough
-    uint64_t patience_ns;  // the deadline in two: a wait for data, then, in units of 1024 ns, for what peers say who gave up too
-    uint32_t grace;
+    uint64_t patience_ns;  // the deadline in two: a wait for data, then for what peers say who gave up too
+    uint32_t grace_ns;
     int32_t world, first_rank, form;
     int32_t state_step, status_step, hooks_step;
 };
@@ -47,38 +47,44 @@ __device__ __forceinline__ uint4 escape(uint4 v, uint32_t nan) {
 }
 
 __device__ __forceinline__ uint32_t* words_of(uint8_t* slab) { return reinterpret_cast<uint32_t*>(slab); }  // word 0: poison
-__device__ __forceinline__ uint32_t coarse_timer() { return static_cast<uint32_t>(global_timer() >> 10); }
+__device__ __forceinline__ uint32_t short_timer() { return static_cast<uint32_t>(global_timer()); }
 
 // This rank is lost. Its first thread that gives up says so to every rank, for the others too, hears for a grace what they say, and
 // writes it to the host page: who was waited for and says nothing is missing; who says that it waits is not (fastverify/comm/missing.py).
 // It speaks in the first half of the grace only, so that nobody writes into a slab that is given back. Seldom called, so kept out of the
 // way of what is.
-static __device__ __noinline__ void give_up(const CommArgs& args, uint32_t why, uint32_t epoch, uint32_t waits) {
+template <bool kHooks>
+__device__ __noinline__ void give_up(const CommArgs& args, uint32_t why, uint32_t epoch, uint32_t waits) {
+    if constexpr (kHooks) {
+        if (args.first.hooks && is_dead(args.first.hooks + static_cast<int>(blockIdx.y) * args.hooks_step)) return;
+    }
     uint32_t* const state = args.first.state + static_cast<int>(blockIdx.y) * args.state_step;
-    atomicOr(&state[kWaits], waits);
+    atomicOr(&state[kSaid + kSaidWaits], waits);
     if (atomicExch(&state[kPoison], 1u) != 0) return;
-    const int rank = args.first_rank + blockIdx.y;
-    const uint32_t start = coarse_timer();
-    for (uint32_t spent = 0; spent < args.grace; spent = coarse_timer() - start) {
+    st_relaxed_sys(&state[kSaid + kSaidEpoch], epoch);
+    st_relaxed_sys(&state[kSaid + kSaidWhy], why);
+    const uint32_t end = short_timer() + args.grace_ns;
+    uint32_t r = 0;
 #pragma unroll 1
-        for (int r = 0; r < args.world && spent < args.grace / 2; ++r) {
-            uint32_t* const said = words_of(args.first.slabs[r]) + record_word(rank);
-            st_relaxed_sys(said + kSaidEpoch, epoch);
-            st_relaxed_sys(said + kSaidWaits, ld_relaxed_sys(&state[kWaits]));
-            st_relaxed_sys(said + kSaidWhy, why);
-            st_relaxed_sys(words_of(args.first.slabs[r]), 1);
+    do {
+        uint32_t* const to = words_of(args.first.slabs[r]);
+        if (static_cast<int32_t>(short_timer() - end) < -static_cast<int32_t>(args.grace_ns / 2)) {
+            st_relaxed_sys_16(to + record_word(args.first_rank + blockIdx.y), ld_relaxed_sys_16(state + kSaid));
+            st_relaxed_sys(to, 1);
         }
-        __nanosleep(20'000);
+        if (++r == args.world) r = 0;
+        __nanosleep(5'000);
         spin_pause();
+    } while (static_cast<int32_t>(short_timer() - end) < 0);
+#pragma unroll 1
+    for (r = 0; r < args.world; ++r) {
+        st_relaxed_sys_16(args.first.status + static_cast<int>(blockIdx.y) * args.status_step + kRecords + r * kRecordWords,
+                          ld_relaxed_sys_16(words_of(args.first.slabs[args.first_rank + blockIdx.y]) + record_word(r)));
     }
     uint32_t* const status = args.first.status + static_cast<int>(blockIdx.y) * args.status_step;
-#pragma unroll 1
-    for (int w = 0; w < args.world * kRecordWords; ++w) {
-        st_relaxed_sys(status + kRecords + w, ld_relaxed_sys(words_of(args.first.slabs[rank]) + record_word(0) + w));
-    }
-    st_relaxed_sys(&status[kFailedRank], rank);
+    st_relaxed_sys(&status[kFailedRank], args.first_rank + blockIdx.y);
     __threadfence_system();
-    st_relaxed_sys(&status[kFailure], why);
+    st_relaxed_sys(&status[kFailure], ld_relaxed_sys(&state[kSaid + kSaidWhy]));
 }
 
 template <bool kHooks>
@@ -135,13 +141,12 @@ struct Exchange {
         uint8_t* to = vector_at(peer, outbox + (region ? args.region : 0) + i);
         if constexpr (kHooks) {
             if (hooks) {
-                if (never_arrives(hooks, peer, region)) return;
                 auto half = [&](uint4 w, bool second) {
                     uint32_t* p = reinterpret_cast<uint32_t*>(to + 8 * second);
                     st_relaxed_sys(p, second ? w.z : w.x);
                     st_relaxed_sys(p + 1, second ? w.w : w.y);
                 };
-                return hooked_send(hooks, peer, v, [&](uint4 w) { st_relaxed_sys_16(to, w); }, half);
+                return hooked_send(hooks, peer, region, v, [&](uint4 w) { st_relaxed_sys_16(to, w); }, half);
             }
         }
         st_relaxed_sys_16(to, v);
@@ -155,10 +160,7 @@ struct Exchange {
         };
         auto whole = [&](uint4 w) { half(w, false), half(w, true); };
         if constexpr (kHooks) {
-            if (hooks) {
-                if (never_arrives(hooks, peer, 0)) return;
-                return hooked_send(hooks, peer, v, whole, half);
-            }
+            if (hooks) return hooked_send(hooks, peer, 0, v, whole, half);
         }
         whole(v);
     }
@@ -218,6 +220,10 @@ struct Exchange {
         return empty_vector();
     }
 
+    __device__ __forceinline__ uint32_t more_patience() const {
+        if constexpr (kHooks) return hooks ? hooks[kHookPatience] : 0;
+        return 0;
+    }
     struct Patience {
         uint32_t spins = 0;
         uint64_t start = 0;
@@ -225,25 +231,19 @@ struct Exchange {
     // Between two polls: now and then a look at the clock and the poison words. False: this rank has given up.
     __device__ __forceinline__ bool wait_on(Patience& p, uint32_t pending, CommStage stage) {
         if (++p.spins % kSpinsPerLook == 0) {
-            uint64_t patience_ns = args.patience_ns;
             if constexpr (kHooks) {
-                if (hooks) patience_ns += away_and_patient(hooks);
+                if (hooks) hook_wait(hooks[kHookAway]);
             }
             const uint64_t now = global_timer();
             if (p.start == 0) p.start = now;
             const bool poisoned = ld_relaxed_sys(&state[kPoison]) != 0 || ld_relaxed_sys(words_of(args.first.slabs[rank])) != 0;
-            if (poisoned || now - p.start > patience_ns) {
+            if (poisoned || now - p.start > args.patience_ns + more_patience()) {
                 failed = true;
-                if (!is_dead()) give_up(args, poisoned ? kPoisonedByPeer : kTimeout, epoch, pending << 8 * stage);
+                give_up<kHooks>(args, poisoned ? kPoisonedByPeer : kTimeout, epoch, pending << 8 * stage);
             } else if (p.spins > kSpinsBeforeNap) __nanosleep(200);
         }
         spin_pause();
         return !failed;
-    }
-
-    __device__ __forceinline__ bool is_dead() const {
-        if constexpr (kHooks) return hooks && hooks[kHookMode] == kDead;
-        return false;
     }
 
     // Rarely: forget the tags of the buffer that call e - 1 used; peers write it next in call e + 2.

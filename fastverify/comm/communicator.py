@@ -42,7 +42,7 @@ class Communicator:
         machines without peer access), "nccl" (NCCL alone, a communicator of our own), "auto": peer where every pair proves
         it (fastverify.comm.peer_check), else host, else NCCL; beside it NCCL, where there is one, for inputs above a
         measured crossover and above max_bytes.
-    deadline: seconds a call waits for its peers before it gives up on all ranks; the last eighth of it, at least 0.1 s, is for hearing
+    deadline: seconds a call waits for its peers before it gives up on all ranks; the last eighth of it, 0.1 to 1 s, is for hearing
         who else gives up. NCCL itself waits for ever: wait(). Not on the CPU.
     one_shot_bytes: inputs up to here take one hop (W - 1 copies), larger ones two; None: measured ("auto") or a rule per W.
     nccl: options of ncclConfig_t (fastverify.comm.nccl.nccl_config); given, NCCL stands beside "peer" and "host" too.
