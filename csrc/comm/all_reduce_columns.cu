@@ -20,7 +20,7 @@ constexpr uint32_t kNap = 500;  // ns between two looks at what comes over the l
 
 // One lane of a warp asks until there() is true, the others wait for it.
 template <bool kHooks, class There>
-__device__ __forceinline__ void wait_as_one(Exchange<kHooks>& exchange, int asks, uint32_t pending, int stage, uint32_t nap, There there) {
+__device__ __forceinline__ void wait_as_one(Exchange<kHooks>& exchange, int asks, uint32_t pending, CommStage stage, uint32_t nap, There there) {
     if (static_cast<int>(threadIdx.x % 32) == asks) {
         typename Exchange<kHooks>::Patience patience;
         while (!exchange.failed && !there()) {
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
 #pragma unroll 1
     for (uint32_t piece = 0, begin = 0; piece < pieces; ++piece, begin += piece_vectors) {
         if (ready != nullptr && (sends || watcher)) {  // is then the number of this call
-            wait_as_one(exchange, 0, 1u << rank, 3, 200, [&] { return ld_acquire(ready + piece) == exchange.epoch; });
+            wait_as_one(exchange, 0, 1u << rank, kOwnProduct, 200, [&] { return ld_acquire(ready + piece) == exchange.epoch; });
         }
         if (sends) {
 #pragma unroll 1
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
 #pragma unroll 1
             for (uint32_t base = blockIdx.x * half; base < piece_vectors; base += kAtOnce * step) {
                 const uint32_t i = base + threadIdx.x - half;
-                if (watcher) wait_as_one(exchange, 0, others, 0, kNap, [&] { return has_arrived(ld_relaxed_sys_16(slot + uint64_t{last_of(base)} * 16)); });
+                if (watcher) wait_as_one(exchange, 0, others, kInputs, kNap, [&] { return has_arrived(ld_relaxed_sys_16(slot + uint64_t{last_of(base)} * 16)); });
                 gate.pass(watcher, exchange.failed, lane);
                 uint4 own[kAtOnce], other[kAtOnce];
                 uint32_t wanted = 0;
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
                     const uint32_t late = __ballot_sync(kWarp, pending != 0);
                     if (late == 0 || exchange.failed) break;
                     const uint64_t last = i + static_cast<uint32_t>(31 - __clz(static_cast<int>(pending | 1))) * step;  // sent last
-                    wait_as_one(exchange, 31 - __clz(static_cast<int>(late)), others, 0, kNap,
+                    wait_as_one(exchange, 31 - __clz(static_cast<int>(late)), others, kInputs, kNap,
                                 [&] { return has_arrived(ld_relaxed_sys_16(slot + last * 16)); });
                 }
 #pragma unroll
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
                 if (watcher) {
                     for (int r = 0; r < world; ++r) {
                         const uint8_t* slot = exchange.vector_at(rank, exchange.inbox + r * args.stride + begin + last_of(base));
-                        if (r != rank) wait_as_one(exchange, 0, 1u << r, 0, kNap, [&] { return has_arrived(ld_relaxed_sys_16(slot)); });
+                        if (r != rank) wait_as_one(exchange, 0, 1u << r, kInputs, kNap, [&] { return has_arrived(ld_relaxed_sys_16(slot)); });
                     }
                 }
                 gate.pass(watcher, exchange.failed, lane);

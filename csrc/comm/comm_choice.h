@@ -41,6 +41,13 @@ inline CommChoice choose_columns(int64_t vectors, int most_blocks) {
     return CommChoice{static_cast<int>(blocks < most_blocks ? blocks : most_blocks), 512, 1};
 }
 
+// Of the deadline: how long a rank that has given up hears who else has. Ranks that share a GPU take turns of milliseconds.
+constexpr uint64_t kLeastGraceNs = 100'000'000, kMostGraceNs = 1'000'000'000;
+constexpr uint64_t comm_grace_ns(uint64_t deadline_ns) {
+    const uint64_t eighth = deadline_ns / 8;
+    return eighth < kLeastGraceNs ? kLeastGraceNs : eighth > kMostGraceNs ? kMostGraceNs : eighth;
+}
+
 constexpr int log2_of(int power_of_two) { return power_of_two > 1 ? 1 + log2_of(power_of_two / 2) : 0; }
 
 // Of a block of all_reduce_rms_norm: what the sums of many ranks hold leaves registers for fewer threads.

@@ -12,7 +12,7 @@ namespace fv {
 constexpr int kMaxRanks = 8;
 constexpr int kCommBuffers = 3;  // slots are used in turn
 constexpr uint32_t kCommMagic = 0x4656434du;  // "FVCM"
-constexpr uint32_t kCommVersion = 2;
+constexpr uint32_t kCommVersion = 3;
 
 enum CommTransport : int32_t {
     kGathered = 0,     // CPU: the caller has gathered the inputs of all ranks, the op folds them
@@ -81,29 +81,39 @@ FV_HD CommForm comm_form(const fv_comm& c, int64_t bytes) {
 constexpr int kEpochWords = 256;  // also the most blocks of a call
 enum CommState : int {
     kEpoch = 0,              // [block]: number of the next call, never 0; every call moves all of them on
-    kPoison = kEpochWords,   // != 0: this rank has given up
-    kMissing,                // ranks somebody waited for when it gave up
+    kSaid = kEpochWords,     // its CommRecord when this rank has given up; the last word != 0: it has
+    kPoison = kSaid + 3,
     kDone,                   // number of the last call whose blocks prefetched weights, written when its rows are done
     kCommStateWords = kEpochWords + 8,
 };
 
+// What a thread may wait for, in the order of a call: a rank that waits has not sent what comes later.
+enum CommStage : int { kOwnProduct = 0, kInputs = 1, kOtherIsland = 2, kResults = 3 };
+
+// What a rank that gives up says to all, itself included: words in the header of every slab.
+constexpr uint32_t kNoFailure = 0, kTimeout = 1, kPoisonedByPeer = 2;
+enum CommRecord : int {
+    kSaidWhy = 0,    // kNoFailure: nothing was said
+    kSaidEpoch = 1,  // the call
+    kSaidWaits = 2,  // bit r of byte s: in stage s it waited for rank r
+    kRecordWords = 4,
+};
+
 // status words, written once by the first thread that gives up
 enum CommStatus : int {
-    kFailure = 0,   // kNoFailure, kTimeout, kPoisonedByPeer
+    kFailure = 0,     // kNoFailure, kTimeout, kPoisonedByPeer; written last
     kFailedRank = 1,
-    kFailedEpoch = 3,
-    kFailedStage = 4,
-    kMissingMask = 5,  // bit r: this rank was waiting for rank r when it gave up
-    kCommStatusWords = 8,
+    kRecords = 4,     // [rank]: CommRecord, as far as they have come
+    kCommStatusWords = kRecords + kMaxRanks * kRecordWords,
 };
-constexpr uint32_t kNoFailure = 0, kTimeout = 1, kPoisonedByPeer = 2;
 
-// Layout of a slab: a header (word 0: poison), then kCommBuffers x 2 regions x world slots (region 0: one-shot inputs,
-// slices for their owner, or an island's sum for the partner; region 1: the owners' results), all ones before the first
-// call; then kCommBuffers x world slots of small gathers, zeros.
+// Layout of a slab: a header (word 0: poison; from word 4 on a record per rank), then kCommBuffers x 2 regions x world slots
+// (region 0: one-shot inputs, slices for their owner, or an island's sum for the partner; region 1: the owners' results),
+// all ones before the first call; then kCommBuffers x world slots of small gathers, zeros.
 constexpr int64_t kSlabHeader = 4096;
 constexpr int64_t kGatherBytes = 65536;           // largest input of all_gather_small
 constexpr int64_t kGatherStride = 2 * kGatherBytes;  // words of data and tag
+FV_HD constexpr int32_t record_word(int32_t rank) { return kRecordWords * (1 + rank); }
 FV_HD constexpr int64_t slot_stride(int64_t max_bytes) { return (max_bytes + 4095) / 4096 * 4096 + 4096; }
 FV_HD constexpr int64_t gather_offset(int32_t world, int64_t stride) { return kSlabHeader + kCommBuffers * 2 * world * stride; }
 FV_HD constexpr int64_t slab_bytes(int32_t world, int64_t max_bytes) {

@@ -13,7 +13,9 @@ inline CommArgs comm_kernel_args(const fv_comm& c, CommForm form) {
     a.first = c.ranks[0];
     a.stride = static_cast<uint32_t>(slot_stride(c.max_bytes) / 16);
     a.region = a.stride * static_cast<uint32_t>(c.world);
-    a.deadline_ns = c.deadline_ns;
+    const uint64_t grace = comm_grace_ns(c.deadline_ns);
+    a.grace_ns = static_cast<uint32_t>(grace);
+    a.patience_ns = c.deadline_ns > 2 * grace ? c.deadline_ns - grace : c.deadline_ns / 2;
     a.world = c.world;
     a.first_rank = c.rank;
     a.form = form;

@@ -29,7 +29,8 @@ struct CommArgs {
     CommRank first;
     uint32_t stride;       // vectors of a slot
     uint32_t region;       // and of a region: world slots. With 3 x 2 x 8 slots of 2^26 vectors, 32 bits are enough
-    uint64_t deadline_ns;
+    uint64_t patience_ns;  // the deadline in two: a wait for data, then for what peers say who gave up too
+    uint32_t grace_ns;
     int32_t world, first_rank, form;
     int32_t state_step, status_step, hooks_step;
 };
@@ -45,25 +46,51 @@ __device__ __forceinline__ uint4 escape(uint4 v, uint32_t nan) {
     return v;
 }
 
-// Seldom called, so kept out of the way of what is.
-static __device__ __noinline__ void say_lost(const CommArgs& args, int rank) {
-    for (int r = 0; r < args.world; ++r) st_relaxed_sys(reinterpret_cast<uint32_t*>(args.first.slabs[r]), 1u + rank);
-}
-static __device__ __noinline__ void write_report(uint32_t* state, uint32_t* status, uint32_t why, uint32_t missing, int stage, int rank,
-                                                 uint32_t epoch) {
-    atomicOr(&state[kMissing], missing);
-    st_relaxed_sys(&status[kMissingMask], ld_relaxed_sys(&state[kMissing]));
-    if (ld_relaxed_sys(&status[kFailure]) != kNoFailure) return;
-    st_relaxed_sys(&status[kFailedRank], rank);
-    st_relaxed_sys(&status[kFailedEpoch], epoch);
-    st_relaxed_sys(&status[kFailedStage], stage);
-    st_relaxed_sys(&status[kFailure], why);
+__device__ __forceinline__ uint32_t* words_of(uint8_t* slab) { return reinterpret_cast<uint32_t*>(slab); }  // word 0: poison
+__device__ __forceinline__ uint32_t short_timer() { return static_cast<uint32_t>(global_timer()); }
+
+// This rank is lost. Its first thread that gives up says so to every rank, for the others too, hears for a grace what they say, and
+// writes it to the host page: who was waited for and says nothing is missing; who says that it waits is not (fastverify/comm/missing.py).
+// It speaks in the first half of the grace only, so that nobody writes into a slab that is given back. Seldom called, so kept out of the
+// way of what is.
+template <bool kHooks>
+__device__ __noinline__ void give_up(const CommArgs& args, uint32_t why, uint32_t epoch, uint32_t waits) {
+    if constexpr (kHooks) {
+        if (args.first.hooks && is_dead(args.first.hooks + static_cast<int>(blockIdx.y) * args.hooks_step)) return;
+    }
+    uint32_t* const state = args.first.state + static_cast<int>(blockIdx.y) * args.state_step;
+    atomicOr(&state[kSaid + kSaidWaits], waits);
+    if (atomicExch(&state[kPoison], 1u) != 0) return;
+    st_relaxed_sys(&state[kSaid + kSaidEpoch], epoch);
+    st_relaxed_sys(&state[kSaid + kSaidWhy], why);
+    const uint32_t end = short_timer() + args.grace_ns;
+    uint32_t r = 0;
+#pragma unroll 1
+    do {
+        uint32_t* const to = words_of(args.first.slabs[r]);
+        if (static_cast<int32_t>(short_timer() - end) < -static_cast<int32_t>(args.grace_ns / 2)) {
+            st_relaxed_sys_16(to + record_word(args.first_rank + blockIdx.y), ld_relaxed_sys_16(state + kSaid));
+            st_relaxed_sys(to, 1);
+        }
+        if (++r == args.world) r = 0;
+        __nanosleep(5'000);
+        spin_pause();
+    } while (static_cast<int32_t>(short_timer() - end) < 0);
+#pragma unroll 1
+    for (r = 0; r < args.world; ++r) {
+        st_relaxed_sys_16(args.first.status + static_cast<int>(blockIdx.y) * args.status_step + kRecords + r * kRecordWords,
+                          ld_relaxed_sys_16(words_of(args.first.slabs[args.first_rank + blockIdx.y]) + record_word(r)));
+    }
+    uint32_t* const status = args.first.status + static_cast<int>(blockIdx.y) * args.status_step;
+    st_relaxed_sys(&status[kFailedRank], args.first_rank + blockIdx.y);
+    __threadfence_system();
+    st_relaxed_sys(&status[kFailure], ld_relaxed_sys(&state[kSaid + kSaidWhy]));
 }
 
 template <bool kHooks>
 struct Exchange {
     const CommArgs& args;
-    uint32_t *state, *status, *hooks;
+    uint32_t *state, *hooks;
     int rank;
     int blocks;                // of this rank that exchange
     uint32_t epoch, buffer;
@@ -74,7 +101,7 @@ struct Exchange {
 
     // All threads of a block make one, begin() and finish() it. Loads that do not need it go before begin().
     __device__ __forceinline__ Exchange(const CommArgs& a, int local, int blocks_of_rank)
-        : args(a), state(a.first.state + local * a.state_step), status(a.first.status + local * a.status_step),
+        : args(a), state(a.first.state + local * a.state_step),
           hooks(kHooks && a.first.hooks ? a.first.hooks + local * a.hooks_step : nullptr), rank(a.first_rank + local),
           blocks(blocks_of_rank) {
         epoch = ld_relaxed_sys(&state[kEpoch + blockIdx.x]);
@@ -85,7 +112,6 @@ struct Exchange {
         inbox = static_cast<uint32_t>(kSlabHeader / 16) + buffer * 2 * args.region;
         outbox = inbox + rank * args.stride;
         failed = poison != 0;
-        if (failed && threadIdx.x == 0) report(kPoisonedByPeer, 0, 9);
     }
 
     __device__ __forceinline__ uint32_t previous_buffer() const { return buffer == 0 ? kCommBuffers - 1 : buffer - 1; }
@@ -120,7 +146,7 @@ struct Exchange {
                     st_relaxed_sys(p, second ? w.z : w.x);
                     st_relaxed_sys(p + 1, second ? w.w : w.y);
                 };
-                return hooked_send(hooks, peer, v, [&](uint4 w) { st_relaxed_sys_16(to, w); }, half);
+                return hooked_send(hooks, peer, region, v, [&](uint4 w) { st_relaxed_sys_16(to, w); }, half);
             }
         }
         st_relaxed_sys_16(to, v);
@@ -134,7 +160,7 @@ struct Exchange {
         };
         auto whole = [&](uint4 w) { half(w, false), half(w, true); };
         if constexpr (kHooks) {
-            if (hooks) return hooked_send(hooks, peer, v, whole, half);
+            if (hooks) return hooked_send(hooks, peer, 0, v, whole, half);
         }
         whole(v);
     }
@@ -155,7 +181,7 @@ struct Exchange {
             for (int r = 0; r < kRanks; ++r) {
                 if ((pending >> r & 1) && has_arrived(got[r])) pending &= ~(1u << r);
             }
-            if (pending != 0 && !wait_on(patience, pending, region)) break;
+            if (pending != 0 && !wait_on(patience, pending, region ? kResults : kInputs)) break;
         }
         if (failed) {
 #pragma unroll
@@ -168,6 +194,9 @@ struct Exchange {
         }
     }
     __device__ __forceinline__ uint4 take_one(int source, int region, uint32_t i) {
+        return take_one(source, region, i, region ? kResults : kInputs);
+    }
+    __device__ __forceinline__ uint4 take_one(int source, int region, uint32_t i, CommStage stage) {
         uint8_t* from = vector_at(rank, inbox + (region ? args.region : 0) + source * args.stride + i);
         Patience patience;
         while (!failed) {
@@ -176,7 +205,7 @@ struct Exchange {
                 st_relaxed_sys_16(from, empty_vector());
                 return got;
             }
-            wait_on(patience, 1u << source, region);
+            wait_on(patience, 1u << source, stage);
         }
         return empty_vector();
     }
@@ -186,38 +215,35 @@ struct Exchange {
         while (!failed) {
             const uint4 a = ld_relaxed_sys_16(from), b = ld_relaxed_sys_16(from + kGatherStride / 2);
             if (a.y == epoch && a.w == epoch && b.y == epoch && b.w == epoch) return make_uint4(a.x, a.z, b.x, b.z);
-            wait_on(patience, 1u << source, 2);
+            wait_on(patience, 1u << source, kInputs);
         }
         return empty_vector();
     }
 
+    __device__ __forceinline__ uint32_t more_patience() const {
+        if constexpr (kHooks) return hooks ? hooks[kHookPatience] : 0;
+        return 0;
+    }
     struct Patience {
         uint32_t spins = 0;
         uint64_t start = 0;
     };
     // Between two polls: now and then a look at the clock and the poison words. False: this rank has given up.
-    __device__ __forceinline__ bool wait_on(Patience& p, uint32_t pending, int stage) {
+    __device__ __forceinline__ bool wait_on(Patience& p, uint32_t pending, CommStage stage) {
         if (++p.spins % kSpinsPerLook == 0) {
+            if constexpr (kHooks) {
+                if (hooks) hook_wait(hooks[kHookAway]);
+            }
             const uint64_t now = global_timer();
             if (p.start == 0) p.start = now;
-            const bool poisoned = ld_relaxed_sys(&state[kPoison]) != 0 || ld_relaxed_sys(poison_of(args.first.slabs[rank])) != 0;
-            if (poisoned || now - p.start > args.deadline_ns) give_up(poisoned ? kPoisonedByPeer : kTimeout, pending, stage);
-            else if (p.spins > kSpinsBeforeNap) __nanosleep(200);
+            const bool poisoned = ld_relaxed_sys(&state[kPoison]) != 0 || ld_relaxed_sys(words_of(args.first.slabs[rank])) != 0;
+            if (poisoned || now - p.start > args.patience_ns + more_patience()) {
+                failed = true;
+                give_up<kHooks>(args, poisoned ? kPoisonedByPeer : kTimeout, epoch, pending << 8 * stage);
+            } else if (p.spins > kSpinsBeforeNap) __nanosleep(200);
         }
         spin_pause();
         return !failed;
-    }
-
-    static __device__ __forceinline__ uint32_t* poison_of(uint8_t* slab) { return reinterpret_cast<uint32_t*>(slab); }
-    // This rank is lost: say so on the host page and to every peer, and stop waiting.
-    __device__ __forceinline__ void give_up(uint32_t why, uint32_t missing, int stage) {
-        failed = true;
-        report(why, missing, stage);
-        st_relaxed_sys(&state[kPoison], 1);
-        say_lost(args, rank);
-    }
-    __device__ __forceinline__ void report(uint32_t why, uint32_t missing, int stage) {
-        write_report(state, status, why, missing, stage, rank, epoch);
     }
 
     // Rarely: forget the tags of the buffer that call e - 1 used; peers write it next in call e + 2.

@@ -59,7 +59,7 @@ struct Sum {
         if (form == kIslands) {
             const int partner = base == 0 ? exchange.rank + parts : exchange.rank - parts;
             if (!exchange.failed) exchange.send(partner, 0, i, total);
-            const uint4 other = exchange.take_one(partner, 0, i);
+            const uint4 other = exchange.take_one(partner, 0, i, kOtherIsland);
             total = base == 0 ? two(total, other) : two(other, total);
         }
         if (!exchange.failed) to_others(base, parts, 1, i, total);

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .._checks import describe
+from .missing import lost_call
 from .nccl import END_SECONDS, open_nccl, wait_or_abort
 from .slabs import call_state, host_slabs, peer_slabs, wait_until_idle
 from .topology import _control
@@ -21,8 +22,6 @@ BLOCKS = 64  # at most, per rank: enough to fill a link, few enough to be reside
 FP8_BYTES = 64 << 10     # wire="fp8": up to here coding costs what it saves (docs/performance.md)
 ISLAND_BYTES = 32 << 10  # islands=True: up to here a third hop costs what the link between saves
 MOST_PIECES = 32  # of an all_reduce_columns that waits for them
-_MISSING_MASK, _STATUS_WORDS = 5, 8
-_FAILURE, _FAILED_RANK, _FAILED_EPOCH, _FAILED_STAGE = 0, 1, 3, 4
 _LOST_WORDS = ("connection", "closed", "timed out", "timeout", "reset by peer", "refused", "broken pipe")  # of gloo's errors
 BACKENDS = ("auto", "peer", "host", "nccl")
 
@@ -43,7 +42,8 @@ class Communicator:
         machines without peer access), "nccl" (NCCL alone, a communicator of our own), "auto": peer where every pair proves
         it (fastverify.comm.peer_check), else host, else NCCL; beside it NCCL, where there is one, for inputs above a
         measured crossover and above max_bytes.
-    deadline: seconds a call waits for its peers before it gives up on all ranks. NCCL itself waits for ever: wait(). Not on the CPU.
+    deadline: seconds a call waits for its peers before it gives up on all ranks; the last eighth of it, 0.1 to 1 s, is for hearing
+        who else gives up. NCCL itself waits for ever: wait(). Not on the CPU.
     one_shot_bytes: inputs up to here take one hop (W - 1 copies), larger ones two; None: measured ("auto") or a rule per W.
     nccl: options of ncclConfig_t (fastverify.comm.nccl.nccl_config); given, NCCL stands beside "peer" and "host" too.
     deterministic: NCCL is used only where the backend is "nccl": its sums are equal on all ranks but may round elsewhere
@@ -92,7 +92,7 @@ class Communicator:
         with torch.cuda.device(self.device):
             torch.zeros(1, device=self.device)  # the context that the control plane uses
             self.state = call_state(1, self.device)
-            self.status = torch.zeros(1, _STATUS_WORDS, dtype=torch.int32, device="cpu", pin_memory=True)
+            self.status = torch.zeros(1, _control().STATUS_WORDS, dtype=torch.int32, device="cpu", pin_memory=True)
             self.ready, self._no_pieces = torch.zeros(2, MOST_PIECES, dtype=torch.int32, device=self.device).unbind()
             transport, slabs, self.reason = self._connect(backend, max_bytes)
             if transport == "nccl" or nccl is not None or (backend == "auto" and not deterministic):
@@ -194,7 +194,7 @@ class Communicator:
         self.slabs = torch.zeros(world, size, dtype=torch.uint8, device=memory, pin_memory=pin)
         self.slabs[:, control.SLAB_HEADER:control.gather_offset(world, max_bytes)] = 0xFF
         self.state = call_state(world, "cpu" if emulated else self.device, epoch)
-        self.status = torch.zeros(world, _STATUS_WORDS, dtype=torch.int32, device="cpu", pin_memory=not emulated)
+        self.status = torch.zeros(world, control.STATUS_WORDS, dtype=torch.int32, device="cpu", pin_memory=not emulated)
         self.ready, self._no_pieces = torch.zeros(2, MOST_PIECES, dtype=torch.int32, device=self.state.device).unbind()
         self.hooks = torch.zeros(world, 16, dtype=torch.int32, device=self.state.device) if hooks else None
         bases = [self.slabs[r].data_ptr() for r in range(world)]
@@ -307,17 +307,13 @@ class Communicator:
         if error:
             raise CommunicatorError(f"Communicator: NCCL must run without an error; got {error}. Fix: look at the other ranks, then "
                                     "make the communicator again.")
-        failed = [w for w in ([int(v) for v in row] for row in self.status) if w[_FAILURE]]
-        if not failed:
+        lost = next((found for row in self.status.tolist() if (found := lost_call(row, self.world))), None)
+        if lost is None:
             return
         self._lost = True
-        # The root: the earliest call, and in it whoever waited for an input; waiting for an owner's result is a consequence.
-        first = min(failed, key=lambda w: (w[_FAILED_EPOCH] & 0xFFFFFFFF, not w[_MISSING_MASK], w[_FAILED_STAGE], w[_FAILURE]))
-        missing = [p for p in range(self.world) if first[_MISSING_MASK] >> p & 1]
-        who = f"rank(s) {missing} did not come" if missing else "a peer gave up first"
         raise CommunicatorError(
-            f"Communicator: every rank must reach call {first[_FAILED_EPOCH] & 0xffffffff} within the deadline; got: {who} "
-            f"(seen by rank {first[_FAILED_RANK]}). Fix: look at those ranks, then make the communicator again.")
+            f"Communicator: every rank must reach call {lost.call} within the deadline; got: rank(s) {lost.ranks} did not come "
+            f"(seen by rank {lost.seen_by}). Fix: look at those ranks, then make the communicator again.")
 
     def wait(self, seconds: float = DEADLINE_SECONDS) -> None:
         """Waits on the host until the current stream's work is done, then check(). NCCL waits for a lost peer for ever: after

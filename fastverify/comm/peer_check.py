@@ -66,7 +66,7 @@ def check_pair(a: int, b: int, rounds: int = 8) -> str:
         torch.ones(1, device=d).to(e)  # torch enables peer access between the two contexts here
     slabs = [torch.zeros(control.slab_bytes(2, size), dtype=torch.uint8, device=d) for d in devices]
     state = [call_state(1, d) for d in devices]
-    status = [torch.zeros(8, dtype=torch.int32, device="cpu", pin_memory=True) for _ in devices]
+    status = [torch.zeros(control.STATUS_WORDS, dtype=torch.int32, device="cpu", pin_memory=True) for _ in devices]
     handles = []
     for r in (0, 1):
         slabs[r][control.SLAB_HEADER:control.gather_offset(2, size)] = 0xFF

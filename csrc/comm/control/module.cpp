@@ -231,6 +231,7 @@ PYBIND11_MODULE(_comm, m) {
     m.attr("MAX_RANKS") = kMaxRanks;
     m.attr("EPOCH_WORDS") = kEpochWords;
     m.attr("STATE_WORDS") = static_cast<int>(kCommStateWords);
+    m.attr("STATUS_WORDS") = static_cast<int>(kCommStatusWords);
     m.attr("NEVER") = kNever;
     m.attr("GATHER_BYTES") = kGatherBytes;
     m.def("gather_offset", [](int world, int64_t max_bytes) { return gather_offset(world, slot_stride(max_bytes)); });
