@@ -53,33 +53,29 @@ __device__ __forceinline__ uint32_t short_timer() { return static_cast<uint32_t>
 // writes it to the host page: who was waited for and says nothing is missing; who says that it waits is not (fastverify/comm/missing.py).
 // It speaks in the first half of the grace only, so that nobody writes into a slab that is given back. Seldom called, so kept out of the
 // way of what is.
-template <bool kHooks>
-__device__ __noinline__ void give_up(const CommArgs& args, uint32_t why, uint32_t epoch, uint32_t waits) {
-    if constexpr (kHooks) {
-        if (args.first.hooks && is_dead(args.first.hooks + static_cast<int>(blockIdx.y) * args.hooks_step)) return;
-    }
+inline __device__ __noinline__ void give_up(const CommArgs& args, uint32_t why, uint32_t epoch, uint32_t waits) {
     uint32_t* const state = args.first.state + static_cast<int>(blockIdx.y) * args.state_step;
     atomicOr(&state[kSaid + kSaidWaits], waits);
     if (atomicExch(&state[kPoison], 1u) != 0) return;
     st_relaxed_sys(&state[kSaid + kSaidEpoch], epoch);
     st_relaxed_sys(&state[kSaid + kSaidWhy], why);
     const uint32_t end = short_timer() + args.grace_ns;
-    uint32_t r = 0;
+    uint32_t i = 0;  // word kSaidWhy (last) .. kSaidWaits of the record, then the next rank
 #pragma unroll 1
     do {
-        uint32_t* const to = words_of(args.first.slabs[r]);
         if (static_cast<int32_t>(short_timer() - end) < -static_cast<int32_t>(args.grace_ns / 2)) {
-            st_relaxed_sys_16(to + record_word(args.first_rank + blockIdx.y), ld_relaxed_sys_16(state + kSaid));
-            st_relaxed_sys(to, 1);
+            uint32_t* const to = words_of(args.first.slabs[i / 4]);
+            st_relaxed_sys(to + record_word(args.first_rank + blockIdx.y) + (3 - i % 4), ld_relaxed_sys(state + kSaid + (3 - i % 4)));
+            if (i % 4 == 3) st_relaxed_sys(to, 1);
         }
-        if (++r == args.world) r = 0;
-        __nanosleep(5'000);
+        if (++i == 4 * args.world) i = 0;
+        __nanosleep(1'000);
         spin_pause();
     } while (static_cast<int32_t>(short_timer() - end) < 0);
 #pragma unroll 1
-    for (r = 0; r < args.world; ++r) {
-        st_relaxed_sys_16(args.first.status + static_cast<int>(blockIdx.y) * args.status_step + kRecords + r * kRecordWords,
-                          ld_relaxed_sys_16(words_of(args.first.slabs[args.first_rank + blockIdx.y]) + record_word(r)));
+    for (i = 0; i < 4 * args.world; ++i) {
+        st_relaxed_sys(args.first.status + static_cast<int>(blockIdx.y) * args.status_step + kRecords + i,
+                       ld_relaxed_sys(words_of(args.first.slabs[args.first_rank + blockIdx.y]) + record_word(0) + i));
     }
     uint32_t* const status = args.first.status + static_cast<int>(blockIdx.y) * args.status_step;
     st_relaxed_sys(&status[kFailedRank], args.first_rank + blockIdx.y);
@@ -90,7 +86,7 @@ __device__ __noinline__ void give_up(const CommArgs& args, uint32_t why, uint32_
 template <bool kHooks>
 struct Exchange {
     const CommArgs& args;
-    uint32_t *state, *hooks;
+    uint32_t* state;
     int rank;
     int blocks;                // of this rank that exchange
     uint32_t epoch, buffer;
@@ -101,12 +97,11 @@ struct Exchange {
 
     // All threads of a block make one, begin() and finish() it. Loads that do not need it go before begin().
     __device__ __forceinline__ Exchange(const CommArgs& a, int local, int blocks_of_rank)
-        : args(a), state(a.first.state + local * a.state_step),
-          hooks(kHooks && a.first.hooks ? a.first.hooks + local * a.hooks_step : nullptr), rank(a.first_rank + local),
-          blocks(blocks_of_rank) {
+        : args(a), state(a.first.state + local * a.state_step), rank(a.first_rank + local), blocks(blocks_of_rank) {
         epoch = ld_relaxed_sys(&state[kEpoch + blockIdx.x]);
         poison = ld_relaxed_sys(&state[kPoison]);
     }
+    __device__ __forceinline__ uint32_t* hooks() const { return args.first.hooks + (rank - args.first_rank) * args.hooks_step; }  // kHooks only
     __device__ __forceinline__ void begin() {
         buffer = epoch % kCommBuffers;
         inbox = static_cast<uint32_t>(kSlabHeader / 16) + buffer * 2 * args.region;
@@ -140,14 +135,12 @@ struct Exchange {
     __device__ __forceinline__ void send(int peer, int region, uint32_t i, uint4 v) const {
         uint8_t* to = vector_at(peer, outbox + (region ? args.region : 0) + i);
         if constexpr (kHooks) {
-            if (hooks) {
-                auto half = [&](uint4 w, bool second) {
-                    uint32_t* p = reinterpret_cast<uint32_t*>(to + 8 * second);
-                    st_relaxed_sys(p, second ? w.z : w.x);
-                    st_relaxed_sys(p + 1, second ? w.w : w.y);
-                };
-                return hooked_send(hooks, peer, region, v, [&](uint4 w) { st_relaxed_sys_16(to, w); }, half);
-            }
+            auto half = [&](uint4 w, bool second) {
+                uint32_t* p = reinterpret_cast<uint32_t*>(to + 8 * second);
+                st_relaxed_sys(p, second ? w.z : w.x);
+                st_relaxed_sys(p + 1, second ? w.w : w.y);
+            };
+            return hooked_send(hooks(), peer, region, v, [&](uint4 w) { st_relaxed_sys_16(to, w); }, half);
         }
         st_relaxed_sys_16(to, v);
     }
@@ -159,9 +152,7 @@ struct Exchange {
                               second ? make_uint4(w.z, epoch, w.w, epoch) : make_uint4(w.x, epoch, w.y, epoch));
         };
         auto whole = [&](uint4 w) { half(w, false), half(w, true); };
-        if constexpr (kHooks) {
-            if (hooks) return hooked_send(hooks, peer, 0, v, whole, half);
-        }
+        if constexpr (kHooks) return hooked_send(hooks(), peer, 0, v, whole, half);
         whole(v);
     }
 
@@ -221,7 +212,7 @@ struct Exchange {
     }
 
     __device__ __forceinline__ uint32_t more_patience() const {
-        if constexpr (kHooks) return hooks ? hooks[kHookPatience] : 0;
+        if constexpr (kHooks) return hooks()[kHookPatience];
         return 0;
     }
     struct Patience {
@@ -231,15 +222,16 @@ struct Exchange {
     // Between two polls: now and then a look at the clock and the poison words. False: this rank has given up.
     __device__ __forceinline__ bool wait_on(Patience& p, uint32_t pending, CommStage stage) {
         if (++p.spins % kSpinsPerLook == 0) {
-            if constexpr (kHooks) {
-                if (hooks) hook_wait(hooks[kHookAway]);
-            }
+            if constexpr (kHooks) hook_wait(hooks()[kHookAway]);
             const uint64_t now = global_timer();
             if (p.start == 0) p.start = now;
             const bool poisoned = ld_relaxed_sys(&state[kPoison]) != 0 || ld_relaxed_sys(words_of(args.first.slabs[rank])) != 0;
             if (poisoned || now - p.start > args.patience_ns + more_patience()) {
                 failed = true;
-                give_up<kHooks>(args, poisoned ? kPoisonedByPeer : kTimeout, epoch, pending << 8 * stage);
+                if constexpr (kHooks) {
+                    if (is_dead(hooks())) return false;
+                }
+                give_up(args, poisoned ? kPoisonedByPeer : kTimeout, epoch, pending << 8 * stage);
             } else if (p.spins > kSpinsBeforeNap) __nanosleep(200);
         }
         spin_pause();

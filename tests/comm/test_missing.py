@@ -13,7 +13,8 @@ from fastverify.comm.missing import lost_call
 TIMEOUT, POISONED = 1, 2
 OWN_PRODUCT, INPUTS, OTHER_ISLAND, RESULTS = range(4)
 DEAD = 5
-PATIENCE, AWAY = 5, 6  # words of the hooks
+PATIENCE, AWAY, BYTES = 5, 6, 8  # words of the hooks
+NO_INPUTS, NO_RESULTS = -1 << 31, 1 << 30  # to a peer
 LATER = 150_000_000  # ns: more than a grace
 
 
@@ -92,10 +93,6 @@ def named_by_each(comm, survivors: list) -> dict:
     return named
 
 
-def bits(ranks) -> int:
-    return sum(1 << r for r in ranks)
-
-
 # What the dead rank has sent before it died, to whom: of its inputs and of its results.
 DEATHS = {"nothing": ([], []), "inputs to the first": ([0], []), "inputs to all but the first": (range(1, 8), []),
           "all inputs": (range(8), []), "results to the first": (range(8), [0])}
@@ -129,10 +126,12 @@ def lost_rank_is_named(rng, backend, op, world, limit, transport, death, order) 
     dead, (inputs, results), (first, others) = world - 1, DEATHS[death], ORDERS[order]
     comm.hooks[:dead, PATIENCE], comm.hooks[:dead, AWAY] = others
     comm.hooks[0, PATIENCE], comm.hooks[0, AWAY] = first
-    comm.hooks[dead, :2] = torch.tensor([DEAD, bits(set(range(world)) - set(inputs)) | bits(set(range(world)) - set(results)) << 8])
+    comm.hooks[dead, 0], comm.hooks[dead, 1] = DEAD, -1
+    for peer in range(world):
+        comm.hooks[dead, BYTES + peer] = (0 if peer in inputs else NO_INPUTS) + (0 if peer in results else NO_RESULTS)
     call = call_of(op if op.startswith("all_") else "all_reduce", backend, comm, world, rng)
     call()
-    comm.hooks[dead, 1] = 0xFFFF
+    comm.hooks[dead, BYTES:] = NO_INPUTS + NO_RESULTS
     for _ in range(2):  # a rank that had all it needed comes to the next call, or the one after
         call()
     named = named_by_each(comm, range(dead))
