@@ -190,7 +190,8 @@ FV_HD int32_t range_length(int32_t total, int32_t blocks, int32_t least) {
 struct Cut {
     int32_t length, pad, per;
 };
-constexpr int kAloneUnits = 3;  // up to as many units per block, one cluster takes a sequence alone
+// Up to as many units per block, one cluster takes a sequence alone: fewer where a piece of it is dear (least > 1, latent rows).
+constexpr int kAloneUnits = 5, kAloneUnitsOfDear = 3;
 constexpr int kClusterUnits = 2;  // fewest per block where several do
 
 // `work`: units x row tiles x kv heads of all requests. Sequences that start with a range need no second piece in a block;
@@ -199,7 +200,8 @@ FV_HD Cut cut_line(int32_t work, int32_t sequences, int32_t longest, int32_t blo
     const int32_t length = range_length(work, blocks, least);
     if (cluster > 1 && sequences > 0 && sequences <= blocks / cluster) {
         const int32_t most = static_cast<int32_t>(static_cast<uint32_t>(blocks) / static_cast<uint32_t>(sequences * cluster));
-        const int32_t want = longest <= kAloneUnits * cluster ? 1 : (longest + kClusterUnits * cluster - 1) / (kClusterUnits * cluster);
+        const int32_t alone = least > 1 ? kAloneUnitsOfDear : kAloneUnits;
+        const int32_t want = longest <= alone * cluster ? 1 : (longest + kClusterUnits * cluster - 1) / (kClusterUnits * cluster);
         const int32_t per = cluster * (want < most ? want : most);
         if (want == 1 || (longest + per - 1) / per <= length + length / 8 + 1) return {1, 1, per};
     }
@@ -255,9 +257,11 @@ constexpr int kSystemSmem = 1024;      // what the system keeps of every block's
 constexpr int kMaxStages = 6;
 
 // Whether blocks form clusters: only where the page tables hold so few positions that the merge is most of a launch. Of longer
-// sequences a grid of clusters reads more slowly: a GPU takes fewer blocks in clusters than alone.
-constexpr int64_t kClusterPositions = 2048;
-FV_HD constexpr bool clusters_pay(int64_t batch, int64_t capacity, int major) { return major >= 9 && batch * capacity <= kClusterPositions; }
+// sequences a grid of clusters reads more slowly: a GPU takes fewer blocks in clusters than alone. One or two requests may be longer.
+constexpr int64_t kClusterPositions = 2048, kClusterPositionsOfFew = 4096;
+FV_HD constexpr bool clusters_pay(int64_t batch, int64_t capacity, int major) {
+    return major >= 9 && batch * capacity <= (batch <= 2 ? kClusterPositionsOfFew : kClusterPositions);
+}
 
 // Blocks of a cluster, given the sequences of a launch: up to 8, fewer where that leaves clearly fewer blocks idle.
 FV_HD constexpr int cluster_blocks(int64_t sequences, int blocks) {

@@ -45,8 +45,11 @@ FV_HD constexpr int64_t mla_wgmma_smem() {
 // Up to as many cache positions in all, 32 rows per tile where 64 need registers for Q: partial results half as large.
 constexpr int64_t kMlaShortPositions = 16384;
 
+// As clusters_pay; pieces of latent rows are larger, so one or two requests gain no longer.
+FV_HD constexpr bool mla_clusters_pay(int64_t batch, int64_t capacity, int major) { return major >= 9 && batch * capacity <= kClusterPositions; }
+
 // rows / batch is taken as nodes of a request; capacity: of a request's page table. sm90: the device and the cache can take the sm_90a kernel;
-// clusters: clusters_pay.
+// clusters: mla_clusters_pay.
 FV_HD MlaLaunch mla_launch(int64_t rows, int64_t batch, int64_t heads, int64_t capacity, int sms, int64_t max_smem, bool sm90 = false,
                            bool clusters = false) {
     MlaLaunch m{};

@@ -45,7 +45,7 @@ void mla_tree_attention_cuda(const Tensor q, const Tensor kv_cache, const std::o
     }
     const AttentionKernel sm90 = launch.props.major == 9 ? mla_kernel_sm90(p.kv_type) : nullptr;
     const MlaLaunch choice = mla_launch(n.rows, n.requests, n.heads, p.capacity, launch.props.sms, launch.props.max_smem, sm90 != nullptr,
-                                        clusters_pay(n.requests, p.capacity, launch.props.major));
+                                        mla_clusters_pay(n.requests, p.capacity, launch.props.major));
     const AttentionKernel kernel = choice.base.wgmma ? sm90 : p.q_type == Element::kBf16 ? mla_kernel<KvBf16>(choice) : mla_kernel<KvF16>(choice);
     run_tiles(launch, p, choice.base, kernel, workspace);
 }

@@ -95,7 +95,7 @@ static void cut() {
 // clusters batch capacity major -> whether blocks form clusters
 static void clusters() {
     long long batch, capacity, major;
-    while (std::scanf("%lld %lld %lld", &batch, &capacity, &major) == 3) std::printf("%d\n", clusters_pay(batch, capacity, static_cast<int>(major)));
+    while (std::scanf("%lld %lld %lld", &batch, &capacity, &major) == 3) std::printf("%d %d\n", clusters_pay(batch, capacity, static_cast<int>(major)), mla_clusters_pay(batch, capacity, static_cast<int>(major)));
 }
 
 // block rows batch group -> whether one block per kv head takes a settled prefix

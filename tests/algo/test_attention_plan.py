@@ -84,8 +84,11 @@ def test_sequences_of_equal_length_get_whole_clusters(driver):
 
 
 def test_only_short_page_tables_get_clusters(driver):
-    cases = {(1, 1088, 9): 1, (1, 2048, 12): 1, (1, 2049, 9): 0, (2, 1024, 10): 1, (32, 2064, 9): 0, (1, 1088, 8): 0, (1 << 20, 1 << 31, 9): 0}
-    assert driver("clusters", [" ".join(map(str, c)) for c in cases]) == [str(v) for v in cases.values()]
+    """(batch, positions of a page table, major): tree_attention, mla_tree_attention."""
+    cases = {(1, 1088, 9): "1 1", (1, 2048, 12): "1 1", (1, 2049, 9): "1 0", (1, 4096, 9): "1 0", (1, 4097, 9): "0 0", (2, 1024, 10): "1 1",
+             (2, 2048, 9): "1 0", (2, 2064, 9): "0 0", (3, 682, 9): "1 1", (3, 683, 9): "0 0", (32, 2064, 9): "0 0", (1, 1088, 8): "0 0",
+             (1 << 20, 1 << 31, 9): "0 0"}
+    assert driver("clusters", [" ".join(map(str, c)) for c in cases]) == list(cases.values())
 
 
 def test_only_few_rows_of_a_kv_head_go_to_one_block(driver):
