@@ -2,19 +2,24 @@
 # gpu.sh PYTHON [--quick]: on a GPU machine, build for the card present, run every test that touches it, then the benchmarks
 # of every op and of the step, and make the tables of README and docs anew. Ends with the seconds of each part.
 # --quick: two shapes per op, results into build/bench-quick, no tables.
-# Needs no network: the given Python must hold a CUDA build of torch, cmake, pytest and hypothesis.
+# Needs no network: the given Python must hold a CUDA build of torch, and what the build, the package and its tests import.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
 quick=${2:-}
 case $quick in "" | --quick) ;; *) echo "gpu: the option must be --quick; got $quick. Fix: leave it out"; exit 2 ;; esac
 "$python" - <<'PY'
+import importlib.util
 import sys
 try:
     import torch
     found = torch.cuda.device_count()
 except ImportError:
     sys.exit(f"gpu: torch must be importable by {sys.executable}; it is not. Fix: make gpu PYTHON=... or pip install torch")
+needed = ("cmake", "pybind11", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "rich", "pytest", "hypothesis")
+absent = [name for name in needed if importlib.util.find_spec(name) is None]
+if absent:
+    sys.exit(f"gpu: {sys.executable} must have every package that the tests import; got none of {', '.join(absent)}. Fix: pip install {' '.join(absent)}")
 if not found:
     sys.exit(f"gpu: torch must see a CUDA GPU; torch {torch.__version__} sees none. Fix: use a GPU machine; make test needs none")
 for i in range(found):
