@@ -162,7 +162,7 @@ struct MlaAttendWgmma {
                 if (!partial) stats[row] = float2{top[h], sum[h]};
             }
         }
-        if (!partial) named_barrier_arrive(kDone, kThreads);
+        if (!partial) named_barrier_sync(kDone, kThreads);  // its next step is a barrier of the block anyway
     }
 
     // ---- warpgroups 1 and 2 ------------------------------------------------------------------------------------
