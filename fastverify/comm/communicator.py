@@ -307,7 +307,7 @@ class Communicator:
         if error:
             raise CommunicatorError(f"Communicator: NCCL must run without an error; got {error}. Fix: look at the other ranks, then "
                                     "make the communicator again.")
-        lost = next((found for row in self.status.tolist() if (found := lost_call(row, self.world))), None)
+        lost = next((lost_call([int(v) for v in row], self.world) for row in self.status if int(row[0])), None)  # word 0: it has given up
         if lost is None:
             return
         self._lost = True
