@@ -10,6 +10,9 @@ from .topology import _control, nccl_library
 
 OPTIONS = ("blocking", "cga_cluster_size", "min_ctas", "max_ctas", "cta_policy")  # of ncclConfig_t; left out: NCCL's choice
 OPEN_SECONDS, END_SECONDS, LOST_SECONDS = 60.0, 5.0, 3.0
+CONNECT_BYTES = 8 << 20  # of the largest sum: every algorithm that larger ones take is connected by then
+
+_left_behind: list = []  # memory and streams of calls that outlived their abort: NCCL may still write there
 
 
 def nccl_config(options: Optional[dict]) -> dict:
@@ -45,7 +48,61 @@ def open_nccl(comm, options: Optional[dict]):
     unique_id = comm._exchange(unique_id)[0]
     nccl = comm._together("opening NCCL", lambda: control.NcclComm(found["path"], comm.world, comm.rank, unique_id,
                                                                    seconds=OPEN_SECONDS, **options))
+    connect(comm, nccl)
     return found, nccl
+
+
+def connect_memory(device: torch.device) -> tuple:
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        return stream, torch.zeros(CONNECT_BYTES // 4, device=device)
+
+
+def connect(comm, nccl) -> None:
+    """All connections, or CommunicatorError on every rank and NCCL aborted. NCCL makes them in its first calls, where one rank may fail
+    while the others wait for it inside NCCL for ever: so the first calls are made here, watched through the store. Collective."""
+    held: list = []
+
+    def start() -> None:
+        held.extend(connect_memory(comm.device))
+        stream, buffer = held
+        nccl.start_connect(buffer.data_ptr(), CONNECT_BYTES, stream.cuda_stream)
+    try:
+        comm._together("connecting NCCL", lambda: _watch(comm, nccl, start, lambda: held[0].query()))
+    except BaseException:
+        nccl.abort(END_SECONDS)
+        if held and not nccl.connect_state():
+            _left_behind.append(held)
+        raise
+
+
+def _watch(comm, nccl, start, idle) -> None:
+    """Returns when all ranks have connected, or another one has said that it failed (that one raises); raises where this one did."""
+    store, keys = dist.distributed_c10d._get_default_store(), [f"{comm.name}/nccl/{r}" for r in range(comm.world)]
+    try:
+        start()
+    except RuntimeError as exc:
+        store.set(keys[comm.rank], str(exc))
+        raise
+    mine, missing = "", set(range(comm.world))
+    end, nap = time.monotonic() + OPEN_SECONDS, 1e-3
+    while missing or not idle():
+        if not mine and (mine := nccl.connect_state()):
+            store.set(keys[comm.rank], mine)
+            if mine != "done":
+                raise RuntimeError(mine)
+        for r in sorted(missing):
+            if store.check([keys[r]]):
+                if store.get(keys[r]) != b"done":
+                    return
+                missing.remove(r)
+        if time.monotonic() > end:
+            why = f"rank(s) {sorted(missing)} still at it" if missing else "calls that do not end"
+            store.set(keys[comm.rank], why)
+            raise RuntimeError(f"Communicator: all {comm.world} ranks must connect NCCL within {OPEN_SECONDS:g} s; got {why}. "
+                               "Fix: see which ranks hang (NCCL_DEBUG=INFO), or use another backend.")
+        time.sleep(nap)
+        nap = min(nap * 1.5, 0.02)
 
 
 def window_tensor(comm, shape: tuple, dtype: torch.dtype) -> tuple:

@@ -218,6 +218,8 @@ PYBIND11_MODULE(_comm, m) {
              py::arg("max_ctas") = kNcclUndefined, py::arg("cta_policy") = kNcclUndefined, py::arg("seconds") = 60.0)
         .def_property_readonly("version", [](const NcclComm& c) { return nccl_version_text(c.version_code()); })
         .def("async_error", &NcclComm::async_error)
+        .def("start_connect", &NcclComm::start_connect, py::arg("buffer"), py::arg("bytes"), py::arg("stream"), released)
+        .def("connect_state", &NcclComm::connect_state, released)
         .def("abort", &NcclComm::abort, py::arg("seconds"), released)
         .def("close", &NcclComm::close, py::arg("seconds"), released)
         .def("register_window", &NcclComm::register_window, py::arg("address"), py::arg("bytes"), released);

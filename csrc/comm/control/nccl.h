@@ -59,7 +59,8 @@ struct NcclUniqueId {
     char bytes[128];
 };
 
-struct NcclApi;  // the library's entry points, kept open while a communicator lives
+struct NcclApi;         // the library's entry points, kept open while a communicator lives
+struct NcclConnecting;  // what a thread that connects and its communicator both know
 
 // For rank 0 to hand to the others. Needs no GPU.
 std::string nccl_unique_id(const std::string& library);
@@ -80,12 +81,19 @@ public:
     bool abort(double seconds);
     // The orderly end, after the last use; graphs that captured calls keep NCCL from finishing: drop them first.
     bool close(double seconds);
+    // Collective. Issues sums and gathers of zeros on `stream`, in place in [buffer, buffer + bytes), from a thread of its own: NCCL
+    // connects in the first call of each algorithm, and one rank may fail there while the others wait for it inside NCCL for ever,
+    // until abort(). Returns at once; the memory and the stream must live until connect_state() says something.
+    void start_connect(uint64_t buffer, int64_t bytes, uint64_t stream);
+    std::string connect_state() const;  // "" while that runs, "done" (queued on the stream), or what went wrong
     // Collective. False where this NCCL has no windows or refuses this memory; the address must be a multiple of 4096.
     bool register_window(uint64_t address, int64_t bytes);
 
 private:
     bool end(bool abort, double seconds);
     std::shared_ptr<NcclApi> api_;
+    std::shared_ptr<NcclConnecting> connecting_;
+    int world_, rank_;
     void* comm_ = nullptr;
     std::vector<void*> windows_;
 };

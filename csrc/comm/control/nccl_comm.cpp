@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -64,12 +65,30 @@ struct NcclApi {
     }
 };
 
+struct NcclConnecting {
+    std::mutex mutex;
+    bool stopped = false;  // the communicator may be gone: no further call
+    std::string state;
+};
+
 namespace {
 
-constexpr int kInProgress = 7;
+constexpr int kInProgress = 7, kInt8 = 0, kFloat32 = 7, kSum = 0;  // as in nccl.h
 
-// Runs `work` in a thread that has this thread's CUDA context; waits for at most `seconds`. False: it still runs, and the
-// thread keeps what it needs alive.
+// Runs `work`, which must not throw, in a thread that has this thread's CUDA context and keeps what it needs alive.
+void beside(std::function<void()> work) {
+    auto cuda = std::make_shared<DynLib>("libcuda.so.1");
+    auto* get_context = cuda->symbol<int(void**)>("cuCtxGetCurrent");
+    auto* set_context = cuda->symbol<int(void*)>("cuCtxSetCurrent");
+    void* context = nullptr;
+    if (get_context) get_context(&context);
+    std::thread([cuda, work = std::move(work), set_context, context] {
+        if (context && set_context) set_context(context);
+        work();
+    }).detach();
+}
+
+// beside(), and waits for at most `seconds`. False: it still runs.
 bool within(double seconds, std::function<void()> work) {
     struct Shared {
         std::mutex mutex;
@@ -77,18 +96,12 @@ bool within(double seconds, std::function<void()> work) {
         bool done = false;
     };
     auto shared = std::make_shared<Shared>();
-    const DynLib cuda("libcuda.so.1");
-    auto* get_context = cuda.symbol<int(void**)>("cuCtxGetCurrent");
-    auto* set_context = cuda.symbol<int(void*)>("cuCtxSetCurrent");
-    void* context = nullptr;
-    if (get_context) get_context(&context);
-    std::thread([shared, work = std::move(work), set_context, context] {
-        if (context && set_context) set_context(context);
+    beside([shared, work = std::move(work)] {
         work();
         const std::lock_guard<std::mutex> lock(shared->mutex);
         shared->done = true;
         shared->changed.notify_all();
-    }).detach();
+    });
     std::unique_lock<std::mutex> lock(shared->mutex);
     return shared->changed.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return shared->done; });
 }
@@ -104,7 +117,7 @@ std::string nccl_unique_id(const std::string& library) {
 
 NcclComm::NcclComm(const std::string& library, int world, int rank, const std::string& unique_id, const NcclOptions& options,
                    double seconds)
-    : api_(std::make_shared<NcclApi>(library)) {
+    : api_(std::make_shared<NcclApi>(library)), world_(world), rank_(rank) {
     NcclUniqueId id = {};
     if (unique_id.size() != sizeof id.bytes) throw std::invalid_argument("NcclComm: a unique id has 128 bytes");
     std::memcpy(id.bytes, unique_id.data(), sizeof id.bytes);
@@ -153,8 +166,63 @@ std::string NcclComm::async_error() const {
     return api_->error_string(code ? code : result);
 }
 
+void NcclComm::start_connect(uint64_t buffer, int64_t bytes, uint64_t stream) {
+    if (!comm_) {
+        throw std::runtime_error("Communicator: NCCL must be open to connect; got one that was closed. Fix: make the communicator again.");
+    }
+    const auto shared = connecting_ = std::make_shared<NcclConnecting>();
+    const auto api = api_;
+    beside([api, shared, comm = comm_, world = world_, rank = rank_, memory = reinterpret_cast<char*>(buffer), bytes,
+            on = reinterpret_cast<void*>(stream)] {
+        const auto go_on = [&] {
+            if (shared->stopped) throw std::runtime_error("Communicator: NCCL must stay open while it connects; got an abort. "
+                                                          "Fix: look at the other ranks.");
+        };
+        const auto made = [&](const char* what, const auto& call) {
+            {
+                const std::lock_guard<std::mutex> lock(shared->mutex);
+                go_on();
+            }
+            int result = call();
+            while (result == kInProgress) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+                const std::lock_guard<std::mutex> lock(shared->mutex);
+                go_on();
+                if (const int code = api->get_async_error(comm, &result)) result = code;
+            }
+            api->check(result, what);
+        };
+        std::string said = "done";
+        try {
+            // In steps that no algorithm's range of sizes falls between.
+            for (int64_t n = bytes; n >= 1024; n /= 8) {
+                const auto count = static_cast<size_t>(n / 4);
+                made("ncclAllReduce", [&] { return api->all_reduce(memory, memory, count, kFloat32, kSum, comm, on); });
+            }
+            for (int64_t n = std::min<int64_t>(kGatherBytes, bytes / world); n >= 1024; n /= 8) {
+                made("ncclAllGather", [&] { return api->all_gather(memory + rank * n, memory, static_cast<size_t>(n), kInt8, comm, on); });
+            }
+        } catch (const std::exception& error) {
+            said = error.what();
+        }
+        const std::lock_guard<std::mutex> lock(shared->mutex);
+        shared->state = said;
+    });
+}
+
+std::string NcclComm::connect_state() const {
+    if (!connecting_) return "";
+    const std::lock_guard<std::mutex> lock(connecting_->mutex);
+    return connecting_->state;
+}
+
 bool NcclComm::end(bool abort, double seconds) {
     if (!comm_) return true;
+    if (connecting_) {
+        const std::lock_guard<std::mutex> lock(connecting_->mutex);
+        connecting_->stopped = true;
+        abort = abort || connecting_->state.empty();  // the orderly end would wait for the call that hangs
+    }
     void* comm = std::exchange(comm_, nullptr);
     auto windows = std::exchange(windows_, {});
     const auto api = api_;
