@@ -311,9 +311,9 @@ class Communicator:
         if lost is None:
             return
         self._lost = True
+        who = f"rank(s) {lost.ranks} did not come" if lost.ranks else "a peer gave up first"
         raise CommunicatorError(
-            f"Communicator: every rank must reach call {lost.call} within the deadline; got: rank(s) {lost.ranks} did not come "
-            f"(seen by rank {lost.seen_by}). Fix: look at those ranks, then make the communicator again.")
+            f"Communicator: every rank must reach call {lost.call} within the deadline; got: {who} (seen by rank {lost.seen_by}). Fix: look at those ranks, then make the communicator again.")
 
     def wait(self, seconds: float = DEADLINE_SECONDS) -> None:
         """Waits on the host until the current stream's work is done, then check(). NCCL waits for a lost peer for ever: after

@@ -7,7 +7,7 @@ _TIMEOUT, _STAGES, _STAGE_BITS = 1, 4, 8
 
 
 class Lost(NamedTuple):
-    ranks: list   # that did not come
+    ranks: list   # that did not come; none: unknown
     seen_by: int  # a rank that waited for the first of them
     call: int
 
@@ -24,7 +24,7 @@ def lost_call(status: list, world: int) -> "Lost | None":
         return None
     reader = words[_FAILED_RANK]
     said = {r: words[at:at + 3] for r, at in ((r, _RECORDS + r * _RECORD_WORDS) for r in range(world)) if words[at]}
-    base = said[reader][1]
+    base = said[reader if reader in said else min(said, default=None)][1] if said else 0
 
     def waits(rank: int) -> list:
         """[((call, stage), peer)]; calls count from the reader's, for their number wraps."""
@@ -44,6 +44,8 @@ def lost_call(status: list, world: int) -> "Lost | None":
             accused += earlier
             if not earlier:
                 missing.setdefault(rank, []).append((by != reader, by, at[0]))
+    if not missing:  # nothing was heard, not even from this rank's own thread: kept from its place on the GPU for the whole grace
+        return Lost([], reader, base)
     ranks = sorted(missing.keys() - said.keys() or missing)  # who gave up too is there, and is named only where nobody is silent
     _, seen_by, call = min(missing[ranks[0]])
     return Lost(ranks, seen_by, (base + call) & 0xFFFFFFFF)

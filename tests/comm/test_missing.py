@@ -101,6 +101,15 @@ ORDERS = {"together": ((0, 0), (0, 0)), "first": ((0, 0), (LATER, 0)), "last": (
           "others away": ((0, 0), (LATER, 15_000_000))}
 
 
+def test_a_rank_that_heard_nothing_still_tells():
+    """Its thread was kept from the GPU for the whole grace: no record, not even its own; or only another's."""
+    words = [POISONED, 1, 0, 0] + [0] * 32
+    assert lost_call(words, 3) == ([], 1, 0)
+    words[4:7] = [TIMEOUT, 9, waits(INPUTS=[2])]
+    assert lost_call(words, 3) == ([2], 0, 9)
+    assert lost_call([0] * 36, 3) is None
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("death", DEATHS)
 @pytest.mark.parametrize("world, limit, transport", [(3, 0, "peer"), (3, 1 << 16, "peer"), (4, 0, "host")])
