@@ -121,7 +121,7 @@ RULES = (
     Rule(r"python benchmarks/loop/tp_differences\.py --new 32", why="four minutes; tests/models/test_parallel_loop.py runs the same on the CPU"),
     Rule(r"python (benchmarks/comm/)?(bench_all_reduce|multi_gpu)\.py .*|bash benchmarks/comm/multi_gpu\.sh", why="two GPUs"),
     Rule(r"python benchmarks/comm/(virtual_checks\.py|soak_virtual\.py .*)", why="a GPU, which stands for all ranks"),
-    Rule(r"python tests/random_cases\.py .*", why="a GPU: random cases for as long as one likes"),
+    Rule(r"python tests/random_cases\.py .*|bash tests/sanitize_gpu\.sh|bash benchmarks/one_gpu\.sh OUT", why="a GPU and minutes"),
     Rule(r"python tests/comm/nccl_one_card\.py", why="a GPU, MPS and NCCL >= 2.30"),
     Rule(r"python benchmarks/comm/model_page\.py"),
     Rule(r"fastverify evaluate --draft DIR --prompts eval/\*\.jsonl .*", why="the six prompt files of EAGLE's evaluation, an hour"),
