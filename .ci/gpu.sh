@@ -10,13 +10,16 @@ quick=${2:-}
 case $quick in "" | --quick) ;; *) echo "gpu: the option must be --quick; got $quick. Fix: leave it out"; exit 2 ;; esac
 "$python" - <<'PY'
 import importlib.util
+import re
 import sys
+sys.path.insert(0, ".ci")
+from requirements import project
 try:
     import torch
     found = torch.cuda.device_count()
 except ImportError:
     sys.exit(f"gpu: torch must be importable by {sys.executable}; it is not. Fix: make gpu PYTHON=... or pip install torch")
-needed = ("cmake", "pybind11", "numpy", "safetensors", "tokenizers", "jinja2", "gguf", "rich", "pytest", "hypothesis")
+needed = [re.split(r"\W", text)[0] for text in project["dependencies"]] + ["cmake", "pybind11", "pytest", "hypothesis"]
 absent = [name for name in needed if importlib.util.find_spec(name) is None]
 if absent:
     sys.exit(f"gpu: {sys.executable} must have every package that the tests import; got none of {', '.join(absent)}. Fix: pip install {' '.join(absent)}")

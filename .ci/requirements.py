@@ -8,4 +8,5 @@ except ImportError:  # Python 3.10
     from pip._vendor import tomli as tomllib
 
 project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-print("\n".join(project["dependencies"] + project["optional-dependencies"]["dev"]))
+if __name__ == "__main__":
+    print("\n".join(project["dependencies"] + project["optional-dependencies"]["dev"]))

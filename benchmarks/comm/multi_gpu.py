@@ -103,10 +103,15 @@ def run_group(args, world: int, todo: list, variables: dict, same_gpu: bool) -> 
 
 @contextmanager
 def environment(variables: dict):
+    before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    yield
-    for name in variables:
-        del os.environ[name]
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -119,16 +124,13 @@ def one_card(wanted: bool):
         yield "no nvidia-cuda-mps-control"
         return
     with tempfile.TemporaryDirectory() as folder:
-        visible = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # a daemon that saw it would number the GPUs anew for its clients
-        variables = dict(CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder)
-        with environment(variables):
-            started = subprocess.run(["nvidia-cuda-mps-control", "-d"], capture_output=True, text=True, timeout=20)
-            os.environ["CUDA_VISIBLE_DEVICES"] = (visible or "0").split(",")[0]
+        first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+        variables = dict(CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder, CUDA_VISIBLE_DEVICES=first)
+        with environment(variables):  # a daemon that sees the last one would number the GPUs anew for its clients
+            everything = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+            started = subprocess.run(["nvidia-cuda-mps-control", "-d"], capture_output=True, text=True, timeout=20, env=everything)
             yield "" if started.returncode == 0 else f"nvidia-cuda-mps-control: {(started.stderr or started.stdout).strip()[:200]}"
             subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", capture_output=True, text=True, timeout=20)
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-        if visible is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
 def run_world(args, world: int) -> None:
