@@ -17,6 +17,7 @@ import argparse
 import importlib.metadata
 import itertools
 import json
+import os
 import re
 import shlex
 import sys
@@ -203,11 +204,14 @@ def write_rows(folder: Path, rows: list) -> Path:
 
 
 def store(path: Path, rows: list) -> None:
-    """Adds the rows to a result file; a row that is there already is replaced."""
+    """Adds the rows to a result file; a row that is there already is replaced. The file is whole at any time: a reader, or
+    a limit that stops this process, meets the old rows or the new ones."""
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(r, allow_nan=False) for r in merge_rows(old, rows))
-    path.write_text(f'{{"schema": {SCHEMA}, "rows": [\n' + lines + "\n]}\n")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(f'{{"schema": {SCHEMA}, "rows": [\n' + lines + "\n]}\n")
+    os.replace(part, path)
 
 
 def show(title: str, rows: list) -> None:

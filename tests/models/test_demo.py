@@ -92,6 +92,28 @@ def test_wrong_hash(shelf, tmp_path, monkeypatch, which):
     assert left_in(tmp_path) == []
 
 
+def test_size_of_a_folder_that_pip_works_in(tmp_path, monkeypatch):
+    """Folders and files go between being seen and being read: the rest is counted, nothing is raised."""
+    for name, size in (("wheel", 70), ("pip-download-1/part", 500), ("pip-unpack-2/kept", 8), ("moved", 3000)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * size)
+    scandir, stat = os.scandir, os.stat
+
+    def gone(call, name):
+        def wrapped(path=".", *args, **kwargs):
+            if str(path).endswith(name):
+                raise FileNotFoundError(2, "No such file or directory", str(path))
+            return call(path, *args, **kwargs)
+        return wrapped
+
+    assert demo._size(tmp_path) == 3578
+    monkeypatch.setattr(os, "scandir", gone(scandir, "pip-download-1"))
+    assert demo._size(tmp_path) == 3078
+    monkeypatch.setattr(os, "stat", gone(stat, "moved"))
+    assert demo._size(tmp_path) == 78
+    assert demo._size(tmp_path / "no-such-folder") == 0
+
+
 def test_offline(shelf, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(LoadError) as info:
