@@ -87,8 +87,8 @@ def tree_attention(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, 
             page, slot = page_table[b][pos // page_size].long(), pos % page_size
             keys = k_cache[page, slot].double() * _scale(k_scale, kv_heads)      # [keys, Hkv, D]
             values = v_cache[page, slot].double() * _scale(v_scale, kv_heads)
-            keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
-            s = torch.einsum("hd,khd->hk", q[row].double(), keys) * scale
+            query = q[row].double().view(kv_heads, group, -1)
+            s = torch.einsum("hgd,khd->hgk", query, keys).flatten(0, 1) * scale
             if softcap > 0:
                 s = softcap * torch.tanh(s / softcap)
             total = s.logsumexp(-1)
@@ -97,7 +97,7 @@ def tree_attention(q, k_cache, v_cache, mask, cu_nodes, prefix_len, page_table, 
             if sinks is not None:
                 total = torch.logaddexp(total, sinks.double())
             p = torch.where(s == -math.inf, 0.0, (s - total[:, None]).exp())
-            out[row] = torch.einsum("hk,khd->hd", p, values).to(out.dtype)
+            out[row] = torch.einsum("hgk,khd->hgd", p.view(kv_heads, group, -1), values).flatten(0, 1).to(out.dtype)
 
 
 def mla_tree_attention(q, kv_cache, mask, cu_nodes, prefix_len, page_table, out, lse, workspace, row_base, scale) -> None:
