@@ -24,7 +24,7 @@ def lost_call(status: list, world: int) -> "Lost | None":
         return None
     reader = words[_FAILED_RANK]
     said = {r: words[at:at + 3] for r, at in ((r, _RECORDS + r * _RECORD_WORDS) for r in range(world)) if words[at]}
-    base = said[reader if reader in said else min(said, default=None)][1] if said else 0
+    base = said[reader if reader in said else min(said)][1] if said else 0
 
     def waits(rank: int) -> list:
         """[((call, stage), peer)]; calls count from the reader's, for their number wraps."""
