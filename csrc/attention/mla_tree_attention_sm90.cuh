@@ -19,24 +19,27 @@ struct MlaAttendWgmma {
     static constexpr int kRows = kMlaWgmmaRows, kTokens = kMlaWgmmaTokens, kParts = kLatentDims / 64, kBlock = kTokens * 128;
     static constexpr int kStage = kTokens * kLatentRowBytes, kStages = 2;
     static constexpr int kNt = kTokens / 8, kOt = kLatentOut / 2 / 8;
-    static constexpr int kQueries = 1, kDone = 2, kOwn = 3;  // named barriers: Q is there; the piece's weights have all been made; of a warpgroup (+ half)
 
     const AttentionParams& p;
     unsigned char *q_smem, *ring, *weights;  // [kParts][rows][128 bytes], stages of the same, [kRows][kTokens] 16 bits
     float* factors;                          // [kRows]: of the values so far
     float2* stats;                           // [kRows]: maximum and sum
-    uint64_t *full, *ready, *read;           // [kStages]: loaded; weights and factors are there; have been read
+    // mbarriers. [kStages] full: loaded. ready, read: a tile's weights and factors are there; have been read. done: all warps are at the end
+    // of a piece that is no partial result. queries: Q is there. own [2]: a warpgroup has read its half of a tile. No named barriers: racecheck
+    // and synccheck lose track of those that warps reach at different instructions.
+    uint64_t *full, *ready, *read, *done, *queries, *own;
     const int lane, warp, role;              // warp of the warpgroup; role 0: scores, 1 and 2: values
-    int loaded;                              // tiles, of all pieces so far
+    int loaded, whole, taken, turns;         // so far: tiles of all pieces, pieces without a partial result, pieces, stages filled again
 
     __device__ __forceinline__ MlaAttendWgmma(const AttentionParams& params, unsigned char* shared)
         : p(params), q_smem(shared), ring(shared + kRows * kLatentRowBytes), weights(ring + kStages * kStage),
           factors(reinterpret_cast<float*>(weights + kRows * kTokens * 2)), stats(reinterpret_cast<float2*>(factors + kRows)),
-          full(reinterpret_cast<uint64_t*>(stats + kRows)), ready(full + kStages), read(ready + 1), lane(threadIdx.x & 31), warp(threadIdx.x >> 5 & 3), role(threadIdx.x >> 7),
-          loaded(0) {
+          full(reinterpret_cast<uint64_t*>(stats + kRows)), ready(full + kStages), read(ready + 1), done(read + 1), queries(read + 2), own(read + 3),
+          lane(threadIdx.x & 31), warp(threadIdx.x >> 5 & 3), role(threadIdx.x >> 7), loaded(0), whole(0), taken(0), turns(0) {
         if (threadIdx.x == 0) {
             for (int i = 0; i < kStages; ++i) mbarrier_init(full + i, 2 * kGroup);
-            mbarrier_init(ready, kGroup), mbarrier_init(read, 2 * kGroup);
+            mbarrier_init(ready, kGroup), mbarrier_init(read, 2 * kGroup), mbarrier_init(done, kThreads);
+            mbarrier_init(queries, kGroup), mbarrier_init(own, kGroup), mbarrier_init(own + 1, kGroup);
         }
     }
 
@@ -60,7 +63,8 @@ struct MlaAttendWgmma {
         cp_async_commit();
         cp_async_wait<0>();
         fence_shared_for_async();
-        named_barrier_sync(kQueries, kGroup);
+        mbarrier_arrive(queries);
+        mbarrier_wait(queries, taken & 1);
     }
 
     __device__ __forceinline__ void hide(const Piece& piece, float (&s)[kNt][4], int begin) {
@@ -162,7 +166,7 @@ struct MlaAttendWgmma {
                 if (!partial) stats[row] = float2{top[h], sum[h]};
             }
         }
-        if (!partial) named_barrier_sync(kDone, kThreads);  // its next step is a barrier of the block anyway
+        if (!partial) mbarrier_arrive(done);  // statistics are there, Q has been read
     }
 
     // ---- warpgroups 1 and 2 ------------------------------------------------------------------------------------
@@ -242,13 +246,17 @@ struct MlaAttendWgmma {
             wgmma_hold(o);
             mbarrier_arrive(read);
             if (i + kStages < tiles) {
-                named_barrier_sync(kOwn + half, kGroup);  // all warps have read this half
+                mbarrier_arrive(own + half);  // all warps have read this half
+                mbarrier_wait(own + half, turns++ & 1);
                 load_tile(n_tile + kStages, next);
                 next = find_cell(piece.begin + (i + kStages + 1) * kTokens, page);
                 page = i + kStages + 2 < tiles ? find_page(piece, piece.begin + (i + kStages + 2) * kTokens) : -1;
             }
         }
-        if (!partial) named_barrier_sync(kDone, kThreads);
+        if (!partial) {
+            mbarrier_arrive(done);
+            mbarrier_wait(done, whole & 1);
+        }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = row_of(h), dim = half * (kLatentOut / 2) + 2 * (lane & 3);
@@ -284,6 +292,8 @@ struct MlaAttendWgmma {
         if (role == 0) score_tiles(piece, tiles, partial);
         else add_values(piece, tiles, partial, staged);
         loaded += tiles;
+        whole += partial == nullptr;
+        ++taken;
     }
 
     static_assert(mla_staged_bytes(kRows) <= kRows * kLatentRowBytes + kStages * kStage);

@@ -37,20 +37,21 @@ __device__ __forceinline__ void wait_as_one(Exchange<kHooks>& exchange, int asks
 // memory, the product's too, a hundredfold (docs/performance.md).
 struct Gate {
     static constexpr uint32_t kLost = 0xffffffffu;
-    volatile uint32_t* steps;  // that are there
-    uint32_t step = 0;         // of this warp
+    uint32_t* steps;    // that are there; only atomic accesses
+    uint32_t step = 0;  // of this warp
 
     __device__ __forceinline__ void pass(bool watcher, bool& failed, uint32_t lane) {
         ++step;
         if (watcher) {
             if (lane == 0) {
                 __threadfence_block();  // what the watcher has seen, the others see too
-                *steps = failed ? kLost : step;
+                atomicExch(steps, failed ? kLost : step);
             }
         } else {
             if (lane == 0) {
-                while (*steps < step) spin_pause();
-                failed |= *steps == kLost;
+                uint32_t there;
+                while ((there = atomicOr(steps, 0u)) < step) spin_pause();
+                failed |= there == kLost;
                 __threadfence_block();
             }
             failed = __any_sync(kWarp, failed);
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(512, 1) all_reduce_columns_kernel(
     exchange.failed = __any_sync(kWarp, exchange.failed);  // the same in a warp from here on
     const int world = args.world, rank = exchange.rank;
     const uint32_t all = (1u << world) - 1, others = all & ~(1u << rank);
-    Gate gate{reinterpret_cast<volatile uint32_t*>(dynamic_shared())};
+    Gate gate{reinterpret_cast<uint32_t*>(dynamic_shared())};
     const bool watcher = threadIdx.x / 32 == half / 32;
     if (threadIdx.x == 0) *gate.steps = 0;
     __syncthreads();

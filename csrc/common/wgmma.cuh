@@ -49,8 +49,6 @@ __device__ __forceinline__ void wgmma_hold(uint32_t (&a)[kTiles][4]) {
 __device__ __forceinline__ void fence_shared_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- barriers of some of a block's warps ------------------------------------------------------------------------
-// Barrier `id` (1..15) of `threads` threads, whole warps.
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 // A barrier in shared memory of `count` arrivals per phase; phases are 0, 1, 0, ...
 __device__ __forceinline__ void mbarrier_init(uint64_t* b, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(count) : "memory");

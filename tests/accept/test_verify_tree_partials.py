@@ -9,7 +9,7 @@ import torch
 import torch.multiprocessing as mp
 
 from cases import verify_case
-from conftest import positional, run_op
+from conftest import device_of, positional, run_op, run_op_there
 from fastverify import _ops
 from fastverify.accept.verify_tree import Sampling
 from fastverify.accept.verify_tree_combine import verify_tree_sharded
@@ -32,25 +32,28 @@ def shard_case(case: dict, lo: int, hi: int) -> dict:
 
 
 def run_sharded(backend: str, case: dict, cuts: list, filters: bool) -> list:
-    """Every rank's outputs; each rank combines for itself."""
+    """Every rank's outputs; each rank combines for itself. Between rounds everything stays on the device."""
+    def there(values: dict) -> dict:
+        return {k: v.to(device_of(backend)) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
     world, rows, vocab = len(cuts) - 1, case["logits"].shape[0], case["vocab_size"]
     rounds = num_rounds(filters, case["logprobs"] is not None)
-    shards = [shard_case(case, lo, hi) for lo, hi in zip(cuts, cuts[1:])]
-    states = [torch.zeros(rows, STATE_WORDS, dtype=torch.int64) for _ in range(world)]
+    shards = [there(shard_case(case, lo, hi)) for lo, hi in zip(cuts, cuts[1:])]
+    case = there({k: case[k] for k in TREE + SAMPLING + OUTPUTS + ("logprobs", "seed", "stop_ids", "rule")})
+    states = [torch.zeros(rows, STATE_WORDS, dtype=torch.int64, device=device_of(backend)) for _ in range(world)]
     outs = [None] * world
     for r in range(rounds):
         common = dict(vocab_size=vocab, round=r, num_rounds=rounds, rule=case["rule"])
+        poison = torch.full((rows, partial_words(rounds)), -12345, dtype=torch.int64, device=device_of(backend))
         words = torch.stack([
-            run_op(backend, "verify_tree_partials", state=states[w], vocab_offset=cuts[w], seed=case["seed"],
-                   partials=torch.full((rows, partial_words(rounds)), -12345, dtype=torch.int64), **shards[w], **common,
-                   **{k: case[k] for k in TREE + SAMPLING})["partials"] for w in range(world)])
+            run_op_there(backend, "verify_tree_partials", state=states[w], vocab_offset=cuts[w], seed=case["seed"], partials=poison, **shards[w],
+                         **common, **{k: case[k] for k in TREE + SAMPLING})["partials"] for w in range(world)])
         for w in range(world):
-            outs[w] = run_op(
+            outs[w] = run_op_there(
                 backend, "verify_tree_combine", partials=words, counts=shards[w]["counts"], state=states[w],
                 vocab_offset=cuts[w], stop_ids=case["stop_ids"], **common,
                 **{k: case[k] for k in TREE + SAMPLING + OUTPUTS + ("logprobs",)})
             states[w] = outs[w]["state"]
-    return outs
+    return [{k: v.cpu() for k, v in out.items()} for out in outs]
 
 
 def assert_same(whole: dict, outs: list, cuts: list) -> None:

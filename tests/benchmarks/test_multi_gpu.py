@@ -73,5 +73,8 @@ def test_every_section_runs_over_cpu_processes(tmp_path):
 
 @needs_control
 def test_a_section_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path):
-    rows, said = rehearse(tmp_path, "--section-seconds", "0.01", "--rows", "1", "--hidden", "512", "--sections", "verifies,sums")
-    assert not rows and all(f"{name} did not end within 0 s" in said and f"section {name} broke off" in said for name in ("verifies", "sums")), said
+    """What a section has measured by then is kept: on a busy machine its clock strikes late, but long before the last row."""
+    many = ",".join(str(n) for n in range(1, 129))
+    rows, said = rehearse(tmp_path, "--section-seconds", "0.01", "--rows", many, "--hidden", "512", "--sections", "verifies,sums")
+    assert all(f"{name} did not end within 0 s" in said and f"section {name} broke off" in said for name in ("verifies", "sums")), said
+    assert not any(r["shape"].get("rows") == 128 for r in rows), rows

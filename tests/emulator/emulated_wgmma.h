@@ -2,8 +2,6 @@
 // csrc/common/wgmma.cuh for the emulator: the same functions in plain C++, in double, rounded once. A warp's rows of the
 // product depend on its own fragments and on shared memory only.
 #pragma once
-#include <map>
-#include <utility>
 
 #include "emulated_ptx.h"
 
@@ -27,25 +25,6 @@ template <int kTiles>
 inline void wgmma_hold(uint32_t (&)[kTiles][4]) {}
 inline void fence_shared_for_async() {}
 
-struct EmulatedBarrier {
-    int arrived = 0;
-    uint32_t phase = 0;
-};
-// Of a block: told apart by its dynamic shared memory. All its barriers are complete when it ends.
-inline EmulatedBarrier& emulated_barrier(int id) {
-    static std::map<std::pair<const void*, int>, EmulatedBarrier> all;
-    return all[{emu::dynamic_memory, id}];
-}
-inline void named_barrier_arrive(int id, int threads) {
-    EmulatedBarrier& b = emulated_barrier(id);
-    if (++b.arrived == threads) b.arrived = 0, ++b.phase;
-}
-inline void named_barrier_sync(int id, int threads) {
-    EmulatedBarrier& b = emulated_barrier(id);
-    const uint32_t phase = b.phase;
-    named_barrier_arrive(id, threads);
-    while (b.phase == phase) emu::spin();
-}
 // Low 16 bits: the count; next 16: arrivals; above: phases that ended.
 inline void mbarrier_init(uint64_t* b, int count) { *b = static_cast<uint64_t>(count); }
 inline void mbarrier_arrive(uint64_t* b) {
