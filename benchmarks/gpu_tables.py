@@ -8,31 +8,55 @@ def figure(us) -> str:
     return "-" if us is None else f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
 
-def newest(results: Path, op: str) -> tuple:
-    """(file name, rows of `op`) of the GPU result file that has the latest ones; (None, []) without one."""
-    found = (None, [])
+def files(results: Path, op: str) -> list:
+    """[(file name, rows of `op`)] of the GPU result files that have some, the one with the latest row last."""
+    found = []
     for path in sorted(results.glob("*-????-??-??.json")):
         rows = [r for r in json.loads(path.read_text()).get("rows", ()) if r.get("op") == op and r.get("device_type") == "cuda"]
-        if rows and (not found[1] or max(r["date"] for r in rows) >= max(r["date"] for r in found[1])):
-            found = path.name, rows
-    return found
+        if rows:
+            found.append((path.name, rows))
+    return sorted(found, key=lambda f: max(r["date"] for r in f[1]))
 
 
-def pivot(rows: list) -> tuple:
+def newest(results: Path, op: str) -> tuple:
+    """(file name, rows of `op`) of the GPU result file that has the latest ones; (None, []) without one."""
+    return (files(results, op) or [(None, [])])[-1]
+
+
+def line_of(r: dict) -> tuple:
+    return json.dumps(r["shape"], sort_keys=True), r["dtype"], r["cold"]
+
+
+def earlier(results: Path, op: str) -> tuple:
+    """(file name, rows) of the file before the newest, of the same device: of providers that the newest has not measured (a form of ours that
+    the plain command leaves out, a peer that was not installed), and whatever the newest lacks of the lines that they are in."""
+    found = files(results, op)
+    mine = [f for f in found[:-1] if f[1][0]["device"] == found[-1][1][0]["device"]]
+    if not mine:
+        return None, []
+    name, rows = mine[-1]
+    there = {(r["provider"], *line_of(r)) for r in found[-1][1] if r["median_us"] is not None}
+    measured, rows = {key[0] for key in there}, [r for r in rows if r["median_us"] is not None]
+    lines = {line_of(r) for r in rows if r["provider"] not in measured}
+    return name, [r for r in rows if line_of(r) in lines and (r["provider"], *line_of(r)) not in there]
+
+
+def pivot(rows: list, old: list = ()) -> tuple:
     """(header, lines): axes of the shape, floor, then the median of every provider ("-": absent or failed).
 
-    A wrong result is marked with *; "warm" lines had their inputs in the L2.
+    A wrong result is marked with *, one of an earlier file (`old`) with +; "warm" lines had their inputs in the L2.
     """
+    rows, before = [*rows, *old], {id(r) for r in old}
     axes = list(dict.fromkeys(a for r in rows for a in r["shape"]))
     providers = list(dict.fromkeys(r["provider"] for r in rows if r["median_us"] is not None))
     lines = {}
     for r in rows:
-        key = (json.dumps(r["shape"], sort_keys=True), r["dtype"], r["cold"])
-        lines.setdefault(key, []).append(r)
+        lines.setdefault(line_of(r), []).append(r)
     table = []
     for group in lines.values():
         by = {r["provider"]: r for r in group}
-        cells = [figure(by[p]["median_us"]) + ("*" if by[p]["correct"] is False else "") if p in by else "-" for p in providers]
+        cells = [figure(by[p]["median_us"]) + ("*" if by[p]["correct"] is False else "") + ("+" if id(by[p]) in before else "") if p in by else "-"
+                 for p in providers]
         floor = next((r["floor_us"] for r in group if r["floor_us"] is not None), None)
         first = group[0]
         table.append([*(str(first["shape"].get(a, "")) for a in axes), first["dtype"], "cold" if first["cold"] else "warm",
@@ -48,14 +72,18 @@ def gpu_part(results: Path, op: str) -> str:
     first = rows[0]
     commands = list(dict.fromkeys(r["command"] for r in rows))
     peers = {k: v for r in rows for k, v in r["versions"].items() if k not in ("python", "fastverify")}
-    header, lines = pivot(rows)
+    source, old = earlier(results, op)
+    header, lines = pivot(rows, old)
     caption = (f"{first['device']}, {first['date'][:10]}, {', '.join(f'{k} {v}' for k, v in peers.items())}; median us, copy "
                f"{first['copy_gb_s']:.0f} GB/s, empty graph node {first['empty_us']:.2f} us; `{'`, `'.join(commands)}`; "
                f"`benchmarks/results/{name}`:")
     table = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *("| " + " | ".join(r) + " |" for r in lines)]
     wrong = sum(r["correct"] is False for r in rows)
     checked = sum(r["correct"] is not None for r in rows)
-    return "\n".join([caption, "", *table, "", f"{checked} of {len(rows)} rows were checked in that run, {wrong} were wrong."])
+    said = f"{checked} of {len(rows)} rows were checked in that run, {wrong} were wrong."
+    if old:
+        said += f" +: of {max(r['date'] for r in old)[:10]}, `benchmarks/results/{source}`, {sum(r['correct'] is False for r in old)} wrong."
+    return "\n".join([caption, "", *table, "", said])
 
 
 # op, its provider, the shapes of the README's table (axes that are not named: any), what they are. First rows of a kind first.

@@ -51,6 +51,20 @@ def test_newest_gpu_file_wins_and_others_are_ignored(gpu_tables, tmp_path):
     assert gpu_tables.gpu_part(tmp_path, "absent") == ""
 
 
+def test_what_the_newest_file_has_not_measured_comes_from_the_one_before(gpu_tables, tmp_path):
+    then = dict(date="2026-01-01T00:00:00+00:00")
+    write(tmp_path, "nvidia-x-2026-01-01.json", [
+        row("ours", 1.0, dict(B=1), **then), row("peer", 4.0, dict(B=1), **then), row("ours, fp8", 3.0, dict(B=2), correct=False, **then),
+        row("ours", 5.0, dict(B=2), **then), row("ours", 6.0, dict(B=3), **then), row("gone", None, dict(B=3), **then)])
+    write(tmp_path, "nvidia-y-2026-01-01.json", [row("of another device", 1.0, dict(B=1), device="NVIDIA Y", **then)])
+    write(tmp_path, "nvidia-x-2026-01-02.json", [row("ours", 2.0, dict(B=1)), row("peer", None, dict(B=1), correct=None)])
+    lines = gpu_tables.gpu_part(tmp_path, "op").splitlines()
+    assert lines[2:6] == ["| B | dtype | L2 | floor | ours | peer | ours, fp8 |", "|---|---|---|---|---|---|---|",
+                          "| 1 | bfloat16 | cold | 1.50 | 2.00 | 4.00+ | - |", "| 2 | bfloat16 | cold | 1.50 | 5.00+ | - | 3.00*+ |"]
+    assert lines[-1] == ("1 of 2 rows were checked in that run, 0 were wrong. +: of 2026-01-01, `benchmarks/results/nvidia-x-2026-01-01.json`, 1 wrong."), \
+        "a shape that only providers of the newest file have is not brought back"
+
+
 def test_summary_has_ours_and_the_fastest_peer_that_is_right(gpu_tables, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_tables, "SUMMARY", (("op", "cuda", dict(B=1), "one"), ("op", "cuda", dict(B=2), "two"), ("gone", "cuda", {}, "none")))
     assert gpu_tables.summary(tmp_path) == ""
