@@ -27,10 +27,9 @@ def line_of(r: dict) -> tuple:
     return json.dumps(r["shape"], sort_keys=True), r["dtype"], r["cold"]
 
 
-def earlier(results: Path, op: str) -> tuple:
-    """(file name, rows) of the file before the newest, of the same device: of providers that the newest has not measured (a form of ours that
-    the plain command leaves out, a peer that was not installed), and whatever the newest lacks of the lines that they are in."""
-    found = files(results, op)
+def earlier(found: list) -> tuple:
+    """(file name, rows) of the file before the newest (of `files`), of the same device: of providers that the newest has not measured (a form
+    of ours that the plain command leaves out, a peer that was not installed), and whatever the newest lacks of the lines that they are in."""
     mine = [f for f in found[:-1] if f[1][0]["device"] == found[-1][1][0]["device"]]
     if not mine:
         return None, []
@@ -66,13 +65,14 @@ def pivot(rows: list, old: list = ()) -> tuple:
 
 def gpu_part(results: Path, op: str) -> str:
     """Caption and table of one op, "" without results. Microseconds, median."""
-    name, rows = newest(results, op)
-    if not rows:
+    found = files(results, op)
+    if not found:
         return ""
+    name, rows = found[-1]
     first = rows[0]
     commands = list(dict.fromkeys(r["command"] for r in rows))
     peers = {k: v for r in rows for k, v in r["versions"].items() if k not in ("python", "fastverify")}
-    source, old = earlier(results, op)
+    source, old = earlier(found)
     header, lines = pivot(rows, old)
     caption = (f"{first['device']}, {first['date'][:10]}, {', '.join(f'{k} {v}' for k, v in peers.items())}; median us, copy "
                f"{first['copy_gb_s']:.0f} GB/s, empty graph node {first['empty_us']:.2f} us; `{'`, `'.join(commands)}`; "
